@@ -1,0 +1,239 @@
+"""Every exception of the package, named by the boundary it crossed.
+
+Two vocabularies, both stable, both read by other people's scripts:
+
+- ``code`` is what a caller is told (``error.code`` on the wire, or the word before a sentence on a
+  terminal). The one table from code to HTTP status is in ``web/routes.py``, not here.
+- ``cause`` is what closes the latch, and ``None`` where the failure must not close it.
+
+The message is written for a person who has never seen the code: it names the thing and the
+remedy, and never holds a capability or a reference answer.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SidecarError(Exception):
+    """Base of every failure this package names.
+
+    ``code`` and ``cause`` are class attributes; an instance may narrow ``cause`` where one boundary
+    has several (``InvalidRequest``).
+    """
+
+    code: ClassVar[str] = "internal_error"
+    cause: str | None = None
+
+    @property
+    def message(self) -> str:
+        """The sentence for a person."""
+        return str(self.args[0]) if self.args else self.code
+
+
+# --- misuse: somebody ran us wrongly; a command ends with exit 2 -----------------------------------
+
+
+class UsageError(SidecarError):
+    """The words, files or places a person gave cannot be used; exit code 2."""
+
+    code: ClassVar[str] = "usage"
+
+
+class ConfigError(UsageError):
+    """A configuration key is unknown, missing or has a value that is not allowed."""
+
+    code: ClassVar[str] = "config_invalid"
+
+
+class RunDirectoryError(UsageError):
+    """The run directory exists, is served by another process, or cannot be made."""
+
+    code: ClassVar[str] = "run_directory"
+
+
+class CorpusError(UsageError):
+    """A corpus cannot be read; the message names file and line."""
+
+    code: ClassVar[str] = "corpus_invalid"
+
+
+class IndexUnusable(UsageError):
+    """An index is missing, incomplete, of another version, or differs from its manifest."""
+
+    code: ClassVar[str] = "index_unusable"
+
+
+class Unreachable(UsageError):
+    """No sidecar answers at the address; exit code 2."""
+
+    code: ClassVar[str] = "unreachable"
+
+
+class NotAvailable(UsageError):
+    """The configuration asks for something this installation does not carry (an extra)."""
+
+    code: ClassVar[str] = "not_available"
+
+
+# --- the edge: bytes that are not a request of ours -------------------------------------------------
+
+
+class EdgeRefusal(SidecarError):
+    """What arrived was refused before it was read as a request."""
+
+
+class Unauthorized(EdgeRefusal):
+    """No capability, or a wrong one; touches nothing."""
+
+    code: ClassVar[str] = "unauthorized"
+
+
+class NotFound(EdgeRefusal):
+    """The right capability with a path that is not served."""
+
+    code: ClassVar[str] = "not_found"
+    cause = "http_not_found"
+
+
+class MethodNotAllowed(EdgeRefusal):
+    """The route exists, the method does not."""
+
+    code: ClassVar[str] = "method_not_allowed"
+
+
+class InvalidBody(EdgeRefusal):
+    """The body's length is not declared exactly once, or the body came late or short."""
+
+    code: ClassVar[str] = "invalid_body"
+    cause = "http_invalid_body"
+
+
+class BodySize(EdgeRefusal):
+    """An empty body, or one over the bound."""
+
+    code: ClassVar[str] = "body_size"
+    cause = "http_body_size"
+
+
+class ContentType(EdgeRefusal):
+    """The media type is not ``application/json``."""
+
+    code: ClassVar[str] = "content_type"
+    cause = "http_content_type"
+
+
+class BadMessage(EdgeRefusal):
+    """The bytes are not HTTP that the parser takes."""
+
+    code: ClassVar[str] = "bad_message"
+    cause = "http_bad_message"
+
+
+# --- the contract: a request that says something we do not serve -------------------------------------
+
+
+class InvalidRequest(SidecarError):
+    """The body is not what the contract asks for.
+
+    ``cause`` is ``http_invalid_request`` (not strict JSON, or text that has no UTF-8 form) or
+    ``invalid_native_request`` (JSON of another shape, another environment, another call).
+    """
+
+    code: ClassVar[str] = "invalid_request"
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+# --- overload and the run's own limits --------------------------------------------------------------
+
+
+class Busy(SidecarError):
+    """No slot, a full waiting room, or the deadline passed while waiting."""
+
+    code: ClassVar[str] = "busy"
+    cause = "http_busy"
+
+
+class QuotaExhausted(SidecarError):
+    """The run's allowance is used up."""
+
+    code: ClassVar[str] = "quota_exhausted"
+    cause = "quota_exhausted"
+
+
+class LatchClosed(SidecarError):
+    """The run has failed before; nothing is admitted any more."""
+
+    code: ClassVar[str] = "retrieval_failed"
+
+
+# --- the provider: what a search did to us ------------------------------------------------------------
+
+
+class RetrievalError(SidecarError):
+    """A search that cannot be answered from."""
+
+    code: ClassVar[str] = "retrieval_failed"
+    cause = "retrieval_failed"
+
+
+class ProviderFault(RetrievalError):
+    """The provider raised, crashed, or answered something that is not an answer."""
+
+
+class ProviderTransport(ProviderFault):
+    """The provider could not be reached, or the exchange broke: the only kind that may be retried."""
+
+
+class IdentityChanged(RetrievalError):
+    """Corpus or index are not the ones the run was claimed with."""
+
+    cause = "identity_changed"
+
+
+class DocumentInvalid(RetrievalError):
+    """A document breaks the contract of a passage."""
+
+    cause = "document_invalid"
+
+
+class DocumentDrift(RetrievalError):
+    """A document id came back with contents that differ from what this run saw before."""
+
+    cause = "document_drift"
+
+
+class DeadlinePassed(SidecarError):
+    """The deadline passed while the search was still running."""
+
+    code: ClassVar[str] = "deadline"
+    cause = "deadline"
+
+
+# --- the ledger ----------------------------------------------------------------------------------------
+
+
+class LedgerFailed(SidecarError):
+    """A record could not be made durable. Never tried again: the run is over."""
+
+    code: ClassVar[str] = "ledger_failed"
+    cause = "ledger_failed"
+
+
+class LedgerCorrupt(SidecarError):
+    """A journal is not a history this package wrote; nothing is touched."""
+
+    code: ClassVar[str] = "ledger_corrupt"
+
+
+# --- a broken invariant of our own ---------------------------------------------------------------------
+
+
+class InvariantBroken(SidecarError):
+    """Something this package promises itself does not hold; ``assert`` would vanish under ``-O``."""
+
+    code: ClassVar[str] = "internal_error"
+    cause = "internal_error"

@@ -1,0 +1,37 @@
+"""What a retrieval backend is, and the one guard around all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """A frozen corpus that can be searched.
+
+    Attributes:
+        name: what ``status`` shows, e.g. ``bm25``.
+        remote: whether the passages live in another process. Only then can a document change under
+            a stable identity, so only then does the guard look for drift.
+    """
+
+    name: str
+    remote: bool
+
+    async def identity(self) -> Mapping[str, Any]:
+        """What names corpus and index: JSON values, with at least ``corpus_sha256`` and
+        ``index_sha256`` (64 lower-case hex digits each). Cheap: asked before and after every search.
+        """
+        ...
+
+    async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
+        """At most ``top_n`` documents, best first: mappings with ``id``, ``contents`` and optionally
+        a finite numeric ``score``. May raise anything; the guard classifies it.
+        ``errors.ProviderTransport`` marks what may be retried.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Releases what was opened; called once, after the last search."""
+        ...
