@@ -1,0 +1,92 @@
+"""Slots: at most so many requests in service, a bounded first-come room for those who wait.
+
+The slots are an ``asyncio.Semaphore``, which serves waiters in order; around it stand a bound on the
+room and one deadline per request. A free slot costs no timer and no suspension.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from smartsearch_sidecar import errors
+
+
+class Slots:
+    """``slots`` in service, at most ``waiting_max`` waiting, first come first served."""
+
+    def __init__(self, slots: int, waiting_max: int) -> None:
+        self.slots = slots
+        self.waiting_max = waiting_max
+        self._semaphore = asyncio.Semaphore(slots)
+        self.in_service = 0
+        self.waiting = 0
+        self.most_waiting = 0
+        self.refused = 0
+        self._idle: list[asyncio.Future[None]] = []
+
+    async def take(self, deadline: float) -> None:
+        """Takes a slot; ``deadline`` is in seconds of the loop's clock.
+
+        Raises ``Busy`` where the room is full or the deadline passes first. A cancelled waiter
+        leaves no trace.
+        """
+        if self._semaphore.locked():
+            await self._wait(deadline)
+        else:
+            await self._semaphore.acquire()  # free and nobody queued: returns without suspending
+        self.in_service += 1
+
+    async def _wait(self, deadline: float) -> None:
+        if self.waiting >= self.waiting_max:
+            self.refused += 1
+            raise errors.Busy(
+                f"all {self.slots} slots are taken and the waiting room is full "
+                f"({self.waiting_max}): raise execute.waiting_max, or send less at once"
+            )
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._semaphore.acquire()
+        except TimeoutError:
+            self.refused += 1
+            raise errors.Busy("the deadline passed while waiting for a slot") from None
+        finally:
+            self.waiting -= 1
+            self._tell_idle()
+
+    def give(self) -> None:
+        """Gives a slot back; the longest waiter gets it."""
+        self.in_service -= 1
+        self._semaphore.release()
+        self._tell_idle()
+
+    @asynccontextmanager
+    async def hold(self, deadline: float) -> AsyncIterator[None]:
+        """``take`` and ``give`` around a block."""
+        await self.take(deadline)
+        try:
+            yield
+        finally:
+            self.give()
+
+    @property
+    def idle(self) -> bool:
+        """Nobody in service and nobody waiting."""
+        return not self.in_service and not self.waiting
+
+    def _tell_idle(self) -> None:
+        if self._idle and self.idle:
+            for future in self._idle:
+                if not future.done():
+                    future.set_result(None)
+            self._idle.clear()
+
+    async def wait_idle(self) -> None:
+        """Returns once nobody is in service or waiting; bound it with a timeout."""
+        while not self.idle:
+            future = asyncio.get_running_loop().create_future()
+            self._idle.append(future)
+            await future

@@ -1,0 +1,173 @@
+"""One record of the journal: its kinds, its canonical bytes, its sum and its place in the chain.
+
+A line is ``{"seq","at","prev","kind","number","data","sum"}`` followed by a newline. ``sum`` is the
+sha256 of the line up to the comma before it, ``prev`` the ``sum`` of the line before (for the first
+line: the sha256 of ``claim.json``), so the last ``sum`` names the claim and the whole history.
+
+Nothing here opens a file, reads a clock or awaits.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from smartsearch_sidecar import errors
+
+
+class Kind(enum.StrEnum):
+    """Every kind of record a journal may hold. Names are read by other people's scripts."""
+
+    RUN_CLAIMED = "run.claimed"
+    RUN_RESUMED = "run.resumed"
+    RUN_CLOSED = "run.closed"
+    RETRIEVAL_REQUESTED = "retrieval.requested"
+    RETRIEVAL_ANSWERED = "retrieval.answered"
+    RETRIEVAL_FAILED = "retrieval.failed"
+    RETRIEVAL_DECLINED = "retrieval.declined"
+    DELIVERY_LOST = "delivery.lost"
+    REWARD_REQUESTED = "reward.requested"
+    HELPER_REQUESTED = "helper.requested"
+    HELPER_ANSWERED = "helper.answered"
+    HELPER_FAILED = "helper.failed"
+    REWARD_ANSWERED = "reward.answered"
+    REWARD_FAILED = "reward.failed"
+    REWARD_REUSED = "reward.reused"
+    LATCH_CLOSED = "latch.closed"
+    CHECKPOINT_ACCEPTED = "checkpoint.accepted"
+    CHECKPOINT_REFUSED = "checkpoint.refused"
+
+
+KINDS: frozenset[str] = frozenset(kind.value for kind in Kind)
+
+_SUM_BYTES = 64
+_TAIL = re.compile(rb',"sum":"([0-9a-f]{64})"\}\n?\Z')
+_TAIL_BYTES = len(b',"sum":"') + _SUM_BYTES + len(b'"}')
+_KEYS = ("seq", "at", "prev", "kind", "number", "data", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as it is read back, or as the fold sees it.
+
+    ``number`` counts within the record's own series (searches, scores, helper calls, checkpoints);
+    ``data`` holds JSON values only.
+    """
+
+    kind: str
+    number: int | None
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a journal, checked by its own sum; the chain is the caller's to check."""
+
+    seq: int
+    at: str
+    prev: str
+    sum: str
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A decision on its way to the writer: the record, and its data already encoded."""
+
+    record: Record
+    data_json: bytes
+
+
+def refuse_non_finite(value: Any, where: str = "data") -> None:
+    """Raises where a NaN or infinity hides: orjson would write it as ``null`` without a word."""
+    kind = type(value)
+    if kind is float:
+        if not math.isfinite(value):
+            raise errors.InvariantBroken(f"{where} is not a finite number and cannot be recorded")
+    elif kind is dict:
+        for key, item in value.items():
+            refuse_non_finite(item, f"{where}.{key}")
+    elif kind is list or kind is tuple:
+        for item in value:
+            refuse_non_finite(item, where)
+
+
+def encode_json(value: Any) -> bytes:
+    """Compact JSON in UTF-8; raises ``InvariantBroken`` for what JSON cannot hold."""
+    refuse_non_finite(value)
+    try:
+        return orjson.dumps(value)
+    except TypeError as exc:  # orjson's only refusal: not a JSON value, or text with no UTF-8 form
+        raise errors.InvariantBroken(f"a value cannot be recorded as JSON: {exc}") from None
+
+
+def draft(
+    kind: Kind,
+    number: int | None,
+    data: Mapping[str, Any],
+    *,
+    documents_json: bytes | None = None,
+) -> Draft:
+    """Encodes a decision. ``documents_json`` is spliced in as ``data["documents"]`` unread: the
+    passages of a cached search are encoded once and recorded many times.
+    """
+    encoded = encode_json(dict(data))
+    if documents_json is not None:
+        comma = b"," if len(encoded) > 2 else b""
+        encoded = b'{"documents":' + documents_json + comma + encoded[1:]
+    return Draft(Record(kind.value, number, data), encoded)
+
+
+def encode_line(item: Draft, *, seq: int, at: str, prev: str) -> tuple[bytes, str]:
+    """The line, newline included, and its sum. ``at`` is ASCII without quotes."""
+    number = item.record.number
+    body = b'{"seq":%d,"at":"%s","prev":"%s","kind":"%s","number":%s,"data":%s' % (
+        seq,
+        at.encode(),
+        prev.encode(),
+        item.record.kind.encode(),
+        b"null" if number is None else b"%d" % number,
+        item.data_json,
+    )
+    total = hashlib.sha256(body).hexdigest()
+    return b'%s,"sum":"%s"}\n' % (body, total.encode()), total
+
+
+def decode_line(line: bytes) -> Line:
+    """Reads one line, with or without its newline.
+
+    Raises ``LedgerCorrupt`` with the reason: no sum, a sum that differs, or a shape no writer of
+    ours leaves.
+    """
+    tail = _TAIL.search(line, max(0, len(line) - _TAIL_BYTES - 1))
+    if tail is None:
+        raise errors.LedgerCorrupt("the line does not end in its sum")
+    total = tail.group(1).decode()
+    if hashlib.sha256(line[: tail.start()]).hexdigest() != total:
+        raise errors.LedgerCorrupt("the line's sum does not match its bytes")
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        raise errors.LedgerCorrupt("the line is not JSON") from None
+    if type(value) is not dict or tuple(value) != _KEYS:
+        raise errors.LedgerCorrupt("the line does not hold exactly the keys of a record")
+    seq, at, prev, kind, number, data = (value[key] for key in _KEYS[:-1])
+    if type(seq) is not int or type(at) is not str or type(prev) is not str:
+        raise errors.LedgerCorrupt("seq, at or prev is of the wrong type")
+    if kind not in KINDS:
+        raise errors.LedgerCorrupt(f"unknown kind of record {kind!r}")
+    if not (number is None or type(number) is int) or type(data) is not dict:
+        raise errors.LedgerCorrupt("number or data is of the wrong type")
+    return Line(seq, at, prev, total, Record(kind, number, data))
+
+
+def claim_digest(claim: bytes) -> str:
+    """What the first record chains to: the sha256 of ``claim.json`` as it lies on disk."""
+    return hashlib.sha256(claim).hexdigest()
