@@ -237,3 +237,176 @@ class InvariantBroken(SidecarError):
 
     code: ClassVar[str] = "internal_error"
     cause = "internal_error"
+
+
+# --- reward: why a score was refused or failed ---------------------------------------------------------
+#
+# Two of these are misuse (found before the first request); all others are met while a run is live,
+# and each closes the latch under its own name: the pinned trainer swallows an exception and scores
+# the batch again, so a refusal that only raised would be trained over.
+
+
+class ScorerSourceError(UsageError):
+    """The scorer's source is missing, not the pinned one, or its checkout cannot be trusted."""
+
+    code: ClassVar[str] = "scorer_source"
+
+
+class ReferencesError(UsageError):
+    """A file of references cannot be used; the message names file and row."""
+
+    code: ClassVar[str] = "references_invalid"
+
+
+class RewardError(SidecarError):
+    """A rollout that was not given a reward."""
+
+    code: ClassVar[str] = "reward_failed"
+    cause = "reward_failed"
+
+
+class ReferenceMismatch(RewardError):
+    """The question, or the answers sent with it, are not among the declared references."""
+
+    code: ClassVar[str] = "reference_mismatch"
+    cause = "reference_mismatch"
+
+
+class NoUserTurn(RewardError):
+    """The text has no user turn: another chat template, or special tokens lost in decoding."""
+
+    code: ClassVar[str] = "no_user_turn"
+    cause = "no_user_turn"
+
+
+class TemplateDiffers(RewardError):
+    """The scorer answered that it cannot read the text: template or decoding differ."""
+
+    code: ClassVar[str] = "template_differs"
+    cause = "template_differs"
+
+
+class SolutionTooLong(RewardError):
+    """The rollout is longer than ``reward.max_input_bytes``."""
+
+    code: ClassVar[str] = "solution_too_long"
+    cause = "solution_too_long"
+
+
+class SourceChanged(RewardError):
+    """The scorer's source no longer has the digest it was loaded with."""
+
+    code: ClassVar[str] = "source_changed"
+    cause = "source_changed"
+
+
+class ScorerFailed(RewardError):
+    """The pinned scorer raised, or returned something that is not a number."""
+
+    code: ClassVar[str] = "scorer_failed"
+    cause = "scorer_failed"
+
+
+class NonFiniteReward(RewardError):
+    """The pinned scorer returned NaN or an infinity."""
+
+    code: ClassVar[str] = "nonfinite_reward"
+    cause = "nonfinite_reward"
+
+
+class PromptsDiffer(RewardError):
+    """The second pass did not ask for exactly the prompts of the first, in order."""
+
+    code: ClassVar[str] = "prompts_differ"
+    cause = "prompts_differ"
+
+
+class ProvenanceBroken(RewardError):
+    """A result block stands where only the rollout writes, and no answer of this run says it."""
+
+    code: ClassVar[str] = "provenance_broken"
+    cause = "provenance_broken"
+
+
+class VerdictsUnparsed(RewardError):
+    """Too many of the last verdicts were neither ``0`` nor ``1``."""
+
+    code: ClassVar[str] = "verdicts_unparsed"
+    cause = "verdicts_unparsed"
+
+
+class HelperFault(RewardError):
+    """The reward helper did not give a usable, measured verdict."""
+
+    code: ClassVar[str] = "helper_failed"
+    cause = "helper_failed"
+
+
+class HelperUnreachable(HelperFault):
+    """No connection to the helper was ever established: the only fault that may be tried again."""
+
+    code: ClassVar[str] = "helper_unreachable"
+    cause = "helper_unreachable"
+
+
+class HelperTransport(HelperFault):
+    """The exchange broke after something had been sent."""
+
+    code: ClassVar[str] = "helper_transport"
+    cause = "helper_transport"
+
+
+class HelperTimeout(HelperFault):
+    """The helper did not answer in time."""
+
+    code: ClassVar[str] = "helper_timeout"
+    cause = "helper_timeout"
+
+
+class HelperStatus(HelperFault):
+    """The helper answered with a status other than 200."""
+
+    code: ClassVar[str] = "helper_status"
+    cause = "helper_status"
+
+
+class HelperAnswerInvalid(HelperFault):
+    """The helper's body is not JSON of the protocol's shape, or is over its bound."""
+
+    code: ClassVar[str] = "helper_answer_invalid"
+    cause = "helper_answer_invalid"
+
+
+class HelperEmpty(HelperFault):
+    """The helper's text is empty, which the pinned scorer would count as a correct round."""
+
+    code: ClassVar[str] = "helper_empty"
+    cause = "helper_empty"
+
+
+class HelperUsageMissing(HelperFault):
+    """The helper did not say how many tokens it read and wrote."""
+
+    code: ClassVar[str] = "helper_usage_missing"
+    cause = "helper_usage_missing"
+
+
+class HelperFinishReason(HelperFault):
+    """The helper finished for a reason other than stop or length."""
+
+    code: ClassVar[str] = "helper_finish_reason"
+    cause = "helper_finish_reason"
+
+
+class HelperIdentity(HelperFault):
+    """The helper serves another model than the one declared."""
+
+    code: ClassVar[str] = "helper_identity"
+    cause = "helper_identity"
+
+
+class HelperOverlong(HelperFault):
+    """The helper wrote more tokens than one call may have."""
+
+    code: ClassVar[str] = "helper_overlong"
+    cause = "helper_overlong"
