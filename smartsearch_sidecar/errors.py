@@ -130,6 +130,27 @@ class BadMessage(EdgeRefusal):
     cause = "http_bad_message"
 
 
+# --- the operator: an internal request that cannot be served; never closes the latch -------------------
+
+
+class OperatorRequest(SidecarError):
+    """An internal request with a parameter or body that is not allowed."""
+
+    code: ClassVar[str] = "operator_request"
+
+
+class NoSuchPage(SidecarError):
+    """The internal capability with a path that is not served."""
+
+    code: ClassVar[str] = "not_found"
+
+
+class NotReady(SidecarError):
+    """The provider is still loading."""
+
+    code: ClassVar[str] = "not_ready"
+
+
 # --- the contract: a request that says something we do not serve -------------------------------------
 
 
@@ -145,6 +166,32 @@ class InvalidRequest(SidecarError):
     def __init__(self, message: str, *, cause: str) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class QueryRefused(SidecarError):
+    """A query the policy got wrong, in the reference's way: ``on_invalid_query = "latch"``."""
+
+    code: ClassVar[str] = "invalid_request"
+
+    def __init__(self, message: str, *, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class TaggedQuery(SidecarError):
+    """A protocol tag in a query, with ``on_invalid_query = "latch"``: an attempt that failed."""
+
+    code: ClassVar[str] = "retrieval_failed"
+    cause = "retrieval_failed"
+
+
+# --- the client: it was gone before its answer was handed over -----------------------------------------
+
+
+class ClientGone(SidecarError):
+    """Nobody is there to take the answer; whether that closes the latch is ``on_undelivered``'s."""
+
+    code: ClassVar[str] = "response_undelivered"
 
 
 # --- overload and the run's own limits --------------------------------------------------------------
@@ -211,6 +258,13 @@ class DeadlinePassed(SidecarError):
 
     code: ClassVar[str] = "deadline"
     cause = "deadline"
+
+
+class RequestCancelled(SidecarError):
+    """An admitted search was cancelled (the daemon was told to stop before it could finish)."""
+
+    code: ClassVar[str] = "retrieval_failed"
+    cause = "request_cancelled"
 
 
 # --- the ledger ----------------------------------------------------------------------------------------
@@ -336,10 +390,18 @@ class VerdictsUnparsed(RewardError):
 
 
 class HelperFault(RewardError):
-    """The reward helper did not give a usable, measured verdict."""
+    """The reward helper did not give a usable, measured verdict.
+
+    ``usage`` is ``(input_tokens, output_tokens)`` where the failed exchange was measured all the
+    same: a wrong, empty or over-long answer was paid for. ``None`` means that nobody knows.
+    """
 
     code: ClassVar[str] = "helper_failed"
     cause = "helper_failed"
+
+    def __init__(self, message: str, *, usage: tuple[int, int] | None = None) -> None:
+        super().__init__(message)
+        self.usage = usage
 
 
 class HelperUnreachable(HelperFault):
@@ -410,3 +472,31 @@ class HelperOverlong(HelperFault):
 
     code: ClassVar[str] = "helper_overlong"
     cause = "helper_overlong"
+
+
+class HelperRedirect(HelperStatus):
+    """The helper answered with a redirect, which is never followed: the prompt holds answers."""
+
+    code: ClassVar[str] = "helper_redirect"
+    cause = "helper_redirect"
+
+
+class HelperNotJson(HelperAnswerInvalid):
+    """The helper's body is declared as something other than JSON: a proxy's or a login page."""
+
+    code: ClassVar[str] = "helper_not_json"
+    cause = "helper_not_json"
+
+
+class HelperTruncated(HelperTransport):
+    """The connection was lost in the middle of the helper's answer."""
+
+    code: ClassVar[str] = "helper_truncated"
+    cause = "helper_truncated"
+
+
+class HelperNotSent(HelperFault):
+    """The call was recorded but never sent, because another of its batch had failed: costs nothing."""
+
+    code: ClassVar[str] = "helper_not_sent"
+    cause = "helper_not_sent"

@@ -1,4 +1,7 @@
-"""What a retrieval backend is, and the one guard around all of them."""
+"""What a retrieval backend is: the Protocol that every provider implements.
+
+The one guard around all of them (limits, retries, classification, document checks) is ``guard.py``.
+"""
 
 from __future__ import annotations
 

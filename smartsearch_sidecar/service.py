@@ -1,0 +1,273 @@
+"""The order of one request, and the only place that knows it.
+
+slot -> parse -> admit -> record ``requested`` -> identity -> search -> identity and documents ->
+record ``answered``, synced -> free the slot -> hand over -> record ``delivery.lost`` if the client
+had gone.
+
+Deciding is synchronous: a decision is read off the state, encoded, folded and posted in one step of
+the loop (``_record``). Whatever holds something settles it in the same step in which it learns of
+the end, also when it is cancelled: a settlement is never awaited, only its receipt is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.contract import (
+    DECLINED_RESULT,
+    ExecuteCall,
+    ExecuteRules,
+    QueryProblem,
+    parse_execute,
+    reference_refusal,
+    render_execute,
+)
+from smartsearch_sidecar.ledger.record import Draft, Kind, Record, draft
+from smartsearch_sidecar.ledger.writer import Receipt, Writer
+from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.runstate import Cause, RunState
+
+_DECLINED_PAYLOAD = render_execute(DECLINED_RESULT)
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePolicy:
+    """The keys of the configuration that decide, as plain values.
+
+    ``deadline_seconds`` runs from a request's first byte; ``decline`` and ``latch_undelivered`` are
+    ``execute.on_invalid_query`` and ``execute.on_undelivered``.
+    """
+
+    rules: ExecuteRules
+    deadline_seconds: float
+    decline: bool
+    latch_undelivered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A recorded answer on its way to the client.
+
+    ``number`` is the attempt it settles, ``None`` for a declined query.
+    """
+
+    payload: bytes
+    number: int | None
+
+
+class Service:
+    """Everything between the parsed edge and the ledger, for one run."""
+
+    def __init__(
+        self,
+        *,
+        state: RunState,
+        writer: Writer,
+        slots: Slots,
+        retrieval: Retrieval,
+        policy: ServicePolicy,
+    ) -> None:
+        self.state = state
+        self.writer = writer
+        self.slots = slots
+        self.retrieval = retrieval
+        self.policy = policy
+        self.refused: Counter[str] = Counter()
+        self.latched = asyncio.Event()
+        self._latch_receipt: asyncio.Future[Receipt] | None = None
+
+    # --- recording ------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        kind: Kind,
+        number: int | None,
+        data: Mapping[str, Any],
+        documents_json: bytes | None = None,
+    ) -> Draft:
+        """Encodes and folds a decision; the caller posts it in the same step."""
+        item = draft(kind, number, data, documents_json=documents_json)
+        self.state.fold(item.record)
+        return item
+
+    def close_latch(
+        self, cause: str, *, number: int | None = None, consumed: bool = False, detail: str = ""
+    ) -> None:
+        """Closes the latch with its first cause; later causes are only counted. Never raises."""
+        if self.state.closed:
+            return
+        value = Cause(cause, number, consumed, detail)
+        item = self._record(Kind.LATCH_CLOSED, number, value.as_data())
+        self.latched.set()
+        try:
+            self._latch_receipt = self.writer.post_for_receipt(item)
+        except errors.LedgerFailed:
+            return  # the ledger is beyond saying so; the state refuses all the same
+
+    def ledger_failed(self, failure: errors.LedgerFailed) -> None:
+        """Told once by the writer: the door closes at once, whatever the disk can still take."""
+        if not self.state.closed:
+            value = Cause("ledger_failed", None, False, failure.message)
+            self.state.fold(Record(Kind.LATCH_CLOSED.value, None, value.as_data()))
+        self.latched.set()
+
+    async def refuse(self, exc: errors.SidecarError) -> None:
+        """Counts a refusal, closes the latch where it must, and returns once that is durable."""
+        self.refused[exc.cause or exc.code] += 1
+        if exc.cause is not None:
+            self.close_latch(exc.cause, detail=exc.message)
+        await self.latch_durable()
+
+    async def latch_durable(self) -> None:
+        """Returns once a closed latch is on disk; raises ``LedgerFailed`` where it cannot be."""
+        receipt = self._latch_receipt
+        if receipt is not None and not receipt.done():
+            await asyncio.shield(receipt)
+        if self.writer.failure is not None:
+            raise self.writer.failure
+
+    def undelivered(self, number: int | None, stage: str) -> None:
+        """The client was gone before its answer was handed to it; ``stage`` says how we know."""
+        if self.writer.failure is not None:
+            return
+        self.refused["response_undelivered"] += 1
+        self.writer.post(self._record(Kind.DELIVERY_LOST, number, {"stage": stage}))
+        if self.policy.latch_undelivered:
+            self.close_latch(
+                "response_undelivered",
+                number=number,
+                consumed=number is not None,
+                detail=f"the client had gone before its answer was handed to it ({stage})",
+            )
+
+    # --- /execute ---------------------------------------------------------------------------------------
+
+    async def execute(self, body: bytes, *, began: float, gone: Callable[[], bool]) -> Answer:
+        """Serves one ``/execute`` body; ``began`` is the loop's clock at its first byte.
+
+        Raises a ``SidecarError`` whose latch, if any, is closed and durable by then.
+        """
+        deadline = began + self.policy.deadline_seconds
+        try:
+            try:
+                await self.slots.take(deadline)
+            except asyncio.CancelledError:
+                self.undelivered(None, "cancelled while waiting")
+                raise
+            try:
+                answer = await self._serve(body, deadline, gone)
+            finally:
+                self.slots.give()
+            if self.state.closed:
+                self.state.refuse_closed()
+            return answer
+        except errors.SidecarError as exc:
+            await self.refuse(exc)
+            raise
+
+    async def _serve(self, body: bytes, deadline: float, gone: Callable[[], bool]) -> Answer:
+        if gone():
+            self.undelivered(None, "gone while waiting")
+            raise errors.ClientGone("the client left while it waited for a slot")
+        call = parse_execute(body, self.policy.rules)
+        if call.problem is not None and not self.policy.decline:
+            refuse_as_reference(call.problem)
+        self.state.refuse_closed()
+        if call.problem is not None and self.policy.decline:
+            return await self._decline(call, call.problem)
+        self.state.admit_search()
+        await self.retrieval.guard.check_identity()
+        number = self.state.admit_search()
+        self.writer.post(
+            self._record(Kind.RETRIEVAL_REQUESTED, number, {"env": call.env, "call": call.call})
+        )
+        try:
+            if call.problem is not None:
+                raise errors.TaggedQuery("the query carries a protocol tag")
+            answer = await self._search(number, call.query.strip(), deadline)
+        except errors.SidecarError as exc:
+            self._settle_failed(number, exc)
+            raise
+        except asyncio.CancelledError:
+            self._settle_failed(number, errors.RequestCancelled("the search was cancelled"))
+            self.undelivered(number, "cancelled during the search")
+            raise
+        except BaseException as exc:
+            self._settle_failed(
+                number, errors.InvariantBroken(f"a search ended in {type(exc).__name__}")
+            )
+            raise
+        return await self._recorded(number, answer)
+
+    async def _decline(self, call: ExecuteCall, problem: QueryProblem) -> Answer:
+        data: dict[str, Any] = {"reason": problem.value, **verbatim(call)}
+        item = self._record(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data)
+        return await self._recorded(None, (item, _DECLINED_PAYLOAD))
+
+    async def _search(
+        self, number: int, query: str, deadline: float
+    ) -> tuple[Draft, bytes]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        found, outcome = await self.retrieval.find(query, deadline)
+        data: dict[str, Any] = {"cache": outcome, "took_us": int((loop.time() - began) * 1e6)}
+        if found.dropped:
+            data["dropped"] = [dict(item) for item in found.dropped]
+        item = self._record(
+            Kind.RETRIEVAL_ANSWERED, number, data, documents_json=found.documents_json
+        )
+        return item, found.payload
+
+    async def _recorded(self, number: int | None, answer: tuple[Draft, bytes]) -> Answer:
+        """Returns the answer once its record is on the medium."""
+        item, payload = answer
+        try:
+            await self.writer.post_for_receipt(item)
+        except asyncio.CancelledError:
+            self.undelivered(number, "cancelled before the answer")
+            raise
+        return Answer(payload, number)
+
+    def _settle_failed(self, number: int, exc: errors.SidecarError) -> None:
+        """Records a failed attempt and closes the latch with it."""
+        if number not in self.state.searching:
+            return
+        cause = exc.cause or exc.code
+        try:
+            self.writer.post(
+                self._record(
+                    Kind.RETRIEVAL_FAILED,
+                    number,
+                    {"code": exc.code, "cause": cause, "detail": exc.message},
+                )
+            )
+        except errors.LedgerFailed:
+            return  # the ledger failed first, and that is the cause
+        if exc.cause is not None:
+            self.close_latch(exc.cause, number=number, consumed=True, detail=exc.message)
+
+
+def refuse_as_reference(problem: QueryProblem) -> None:
+    """Raises what the reference answers for a query of this kind; a tag is admitted first."""
+    cause = reference_refusal(problem)
+    if cause is not None:
+        raise errors.QueryRefused(f"the query is not searched: {problem.value}", cause=cause)
+
+
+def verbatim(call: ExecuteCall) -> dict[str, str]:
+    """``env`` and ``call`` as sent; text with lone surrogates, which UTF-8 cannot hold, escaped.
+
+    ``call_escaped`` is ``call`` with every lone surrogate (and backslash) as a Python escape.
+    """
+    try:
+        call.call.encode()
+    except UnicodeEncodeError:
+        escaped = call.call.encode("unicode_escape").decode("ascii")
+        return {"env": call.env, "call_escaped": escaped}
+    return {"env": call.env, "call": call.call}

@@ -1,0 +1,89 @@
+"""What ``/health`` and ``/status`` say: a report of the run, read off the state.
+
+Three states: ``healthy`` (latch open, everything settled, ledger writable, identities hold),
+``pending`` (the same, but work in flight) and ``failed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.service import Service
+
+_POLL_SECONDS = 0.005
+
+
+def _pending(service: Service) -> bool:
+    return not (service.slots.idle and service.state.settled and service.writer.idle)
+
+
+async def settle(service: Service, seconds: float) -> None:
+    """Waits until nothing is in flight, the latch closes, or ``seconds`` have passed."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while _pending(service) and not service.state.closed:
+        left = deadline - loop.time()
+        if left <= 0:
+            return
+        # Polled: three parties (slots, searches, writer) have to be quiet at the same moment.
+        await asyncio.sleep(min(_POLL_SECONDS, left))
+
+
+async def check(service: Service, seconds: float) -> str:
+    """The state's name, after settling and asking the provider who it is."""
+    await settle(service, seconds)
+    if not service.state.closed:
+        try:
+            await service.retrieval.guard.check_identity()
+        except errors.RetrievalError as exc:
+            service.close_latch(exc.cause or exc.code, detail=exc.message)
+    if service.state.closed or service.writer.failure is not None:
+        return "failed"
+    return "pending" if _pending(service) else "healthy"
+
+
+async def health_report(service: Service, *, settle: float) -> dict[str, Any]:
+    """The body of ``/health``: the state, the counts the reference gives, and the first cause."""
+    state = await check(service, settle)
+    return {"state": state, **counts(service)}
+
+
+def counts(service: Service) -> dict[str, Any]:
+    """Everything countable about the run, as JSON values."""
+    state = service.state
+    return {
+        "retrieval_attempts": state.attempts,
+        "retrieval_responses": state.responses,
+        "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
+        "retrieval_failed": state.failed,
+        "retrieval_declined": state.declined,
+        "delivery_lost": state.lost,
+        "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
+        "declined": dict(state.declined_by),
+        "cache": dict(state.cache),
+        "refused": dict(service.refused),
+        "restarts": state.restarts,
+        "ledger": {"seq": service.writer.seq, "head": service.writer.head},
+        "cause": None if state.cause is None else state.cause.as_data(),
+    }
+
+
+def status_report(service: Service) -> dict[str, Any]:
+    """The body of ``/status``: the counts, and what is under way right now."""
+    state = service.state
+    word = "failed" if state.closed else "pending" if _pending(service) else "healthy"
+    return {
+        "state": word,
+        **counts(service),
+        "slots": {
+            "total": service.slots.slots,
+            "in_service": service.slots.in_service,
+            "waiting": service.slots.waiting,
+            "most_waiting": service.slots.most_waiting,
+        },
+        "searching": len(state.searching),
+        "identity": service.retrieval.guard.identity,
+        "dropped_passages": state.dropped_passages,
+    }

@@ -1,0 +1,238 @@
+"""The handlers: from an edge request to the service and back, for both capabilities.
+
+A handler raises only named errors; ``App.handle`` turns them into the answers of the table in
+``routes.py``. Until the provider is loaded there is no service: rollouts wait for it within their
+deadline, and whoever could not be served then closes the latch as soon as there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+import structlog
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.service import Answer, Service
+from smartsearch_sidecar.status import health_report, status_report
+from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
+from smartsearch_sidecar.web.routes import (
+    STATUS,
+    Capabilities,
+    Target,
+    declared_length,
+    error_payload,
+    require_json,
+)
+
+SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
+REASON_BYTES_MAX = 4096
+
+Internal = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
+
+
+class App:
+    """One run's routes. ``service`` is set once, when the provider is loaded and the run claimed."""
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        *,
+        body_bytes_max: int,
+        body_seconds: float,
+        deadline_seconds: float,
+    ) -> None:
+        self._capabilities = capabilities
+        self._body_bytes_max = body_bytes_max
+        self._body_seconds = body_seconds
+        self._deadline_seconds = deadline_seconds
+        self._service: Service | None = None
+        self._ready = asyncio.Event()
+        self._early: errors.SidecarError | None = None
+        self._log = structlog.get_logger("web")
+        self._internal: dict[tuple[str, ...], dict[str, Internal]] = {
+            ("health",): {"GET": self._health},
+            ("status",): {"GET": self._status},
+            ("latch",): {"POST": self._latch},
+        }
+
+    def serve_with(self, service: Service) -> None:
+        """Opens the door. Refusals from before close the latch now, the first one first."""
+        self._service = service
+        if self._early is not None and self._early.cause is not None:
+            service.close_latch(self._early.cause, detail=f"while loading: {self._early.message}")
+        self._ready.set()
+
+    # --- what the edge observes ----------------------------------------------------------------------
+
+    def malformed(self, reason: str, authenticated: bool) -> None:
+        """Bytes the parser refused; only those of our own client touch the run."""
+        if authenticated:
+            self._close(errors.BadMessage(f"bytes that are not HTTP ({reason})"))
+
+    def overflow(self) -> None:
+        """A connection over ``server.connections_max`` was refused: it may have been a rollout's."""
+        self._log.error("connections_max reached; a connection was refused")
+        self._close(errors.Busy("server.connections_max was reached and a connection refused"))
+
+    def crashed(self, exc: BaseException) -> None:
+        """A handler broke; the run is over, because nobody knows what was answered."""
+        self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
+        self._close(errors.InvariantBroken(f"a handler ended in {type(exc).__name__}"))
+
+    def _close(self, exc: errors.SidecarError) -> None:
+        if exc.cause is None:
+            return
+        if self._service is None:
+            self._early = self._early or exc
+        else:
+            self._service.refused[exc.cause] += 1
+            self._service.close_latch(exc.cause, detail=exc.message)
+
+    # --- dispatch ----------------------------------------------------------------------------------------
+
+    async def handle(self, request: EdgeRequest) -> Reply:
+        """Every request of every route."""
+        raw = request.raw_target
+        if self._capabilities.is_execute(raw) and request.method == "POST":
+            return await self._execute(request)
+        if raw == "/livez" or raw == "/readyz":
+            return self._probe(request, raw)
+        try:
+            target = self._capabilities.read(raw)
+            if target.internal:
+                return await self._dispatch_internal(request, target)
+            if request.method != "POST" or target.segments == ("execute",):
+                raise errors.MethodNotAllowed("rollouts post")
+            raise errors.NotFound("a rollout asked for a route that is not served")
+        except errors.SidecarError as exc:
+            return await self._refused(request, exc)
+
+    async def _execute(self, request: EdgeRequest) -> Reply:
+        service = self._service
+        try:
+            headers = request.headers
+            length = declared_length(
+                "Transfer-Encoding" in headers,
+                headers.getall("Content-Length", []),
+                self._body_bytes_max,
+            )
+            require_json(headers.get("Content-Type", ""))
+            body = await request.body(length, self._body_seconds)
+            if service is None:
+                service = await self._wait_ready(request.began + self._deadline_seconds)
+            answer = await service.execute(body, began=request.began, gone=request.gone)
+        except errors.SidecarError as exc:
+            return await self._refused(request, exc, counted=service is not None)
+        return self._hand_over(request, service, answer)
+
+    def _hand_over(self, request: EdgeRequest, service: Service, answer: Answer) -> Reply:
+        number = answer.number
+        head = response_head(200, len(answer.payload), keep_alive=request.keep_alive)
+        return request.deliver(
+            head, answer.payload, lambda stage: service.undelivered(number, stage)
+        )
+
+    async def _wait_ready(self, deadline: float) -> Service:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._ready.wait()
+        except TimeoutError:
+            raise errors.Busy("the index was still loading at the request's deadline") from None
+        if self._service is None:
+            raise errors.InvariantBroken("ready without a service")
+        return self._service
+
+    async def _refused(
+        self, request: EdgeRequest, exc: errors.SidecarError, *, counted: bool = False
+    ) -> Reply:
+        """The answer of the table. An edge refusal that latches is durable before it is answered."""
+        if exc.cause is not None and not (counted and not isinstance(exc, errors.EdgeRefusal)):
+            if self._service is None:
+                self._early = self._early or exc
+            else:
+                try:
+                    await self._service.refuse(exc)
+                except errors.LedgerFailed as failure:
+                    exc = failure
+        payload = error_payload(exc.code)
+        status = STATUS[exc.code]
+        keep = request.keep_alive and not isinstance(exc, errors.EdgeRefusal)
+        return request.deliver(response_head(status, len(payload), keep_alive=keep), payload, None)
+
+    def _probe(self, request: EdgeRequest, raw: str) -> Reply:
+        service = self._service
+        ready = service is not None and not service.state.closed
+        if request.method != "GET":
+            status, word = 405, "method_not_allowed"
+        elif raw == "/livez":
+            status, word = 200, "alive"
+        else:
+            status, word = (200, "ready") if ready else (503, "not_ready")
+        return self._json(request, status, {"status": word})
+
+    def _json(self, request: EdgeRequest, status: int, value: Any) -> Reply:
+        payload = orjson.dumps(value)
+        head = response_head(status, len(payload), keep_alive=request.keep_alive)
+        return request.deliver(head, payload, None)
+
+    # --- internal routes -----------------------------------------------------------------------------------
+
+    async def _dispatch_internal(self, request: EdgeRequest, target: Target) -> Reply:
+        methods = self._internal.get(target.segments)
+        if methods is None:
+            raise errors.NoSuchPage("no internal route of this name")
+        handler = methods.get(request.method)
+        if handler is None:
+            raise errors.MethodNotAllowed("not with this method")
+        status, value = await handler(request, target)
+        return self._json(request, status, value)
+
+    def _need_service(self) -> Service:
+        if self._service is None:
+            raise errors.NotReady("the index is still loading")
+        return self._service
+
+    async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        report = await health_report(service, settle=_settle_seconds(target.query))
+        return (200 if report["state"] == "healthy" else 503), report
+
+    async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        return 200, status_report(self._need_service())
+
+    async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        length = declared_length(
+            "Transfer-Encoding" in request.headers,
+            request.headers.getall("Content-Length", []),
+            REASON_BYTES_MAX,
+        )
+        body = await request.body(length, self._body_seconds)
+        try:
+            reason = orjson.loads(body)["reason"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            reason = None
+        if not isinstance(reason, str) or not reason.strip():
+            raise errors.OperatorRequest('send {"reason": "why"}')
+        service.close_latch("operator", detail=reason)
+        await service.latch_durable()
+        return 200, status_report(service)
+
+
+def _settle_seconds(query: str) -> float:
+    """``settle=SECONDS`` of a query string, 0 where absent."""
+    if not query:
+        return 0.0
+    name, _, value = query.partition("=")
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if name != "settle" or not 0 <= seconds <= SETTLE_SECONDS_MAX:
+        raise errors.OperatorRequest(
+            f"settle must be a number of seconds from 0 to {SETTLE_SECONDS_MAX:g}"
+        )
+    return seconds
