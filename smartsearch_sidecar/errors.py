@@ -496,7 +496,7 @@ class HelperTruncated(HelperTransport):
 
 
 class HelperNotSent(HelperFault):
-    """The call was recorded but never sent, because another of its batch had failed: costs nothing."""
+    """The call was recorded but not sent, because another of its batch had failed: free."""
 
     code: ClassVar[str] = "helper_not_sent"
     cause = "helper_not_sent"
