@@ -122,7 +122,7 @@ class Service:
         self.refused[exc.cause or exc.code] += 1
         if exc.cause is not None:
             self.close_latch(exc.cause, detail=exc.message)
-        await self.latch_durable()
+            await self.latch_durable()
 
     async def latch_durable(self) -> None:
         """Returns once a closed latch is on disk; raises ``LedgerFailed`` where it cannot be."""

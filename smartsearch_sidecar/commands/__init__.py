@@ -1,0 +1,54 @@
+"""The command line: words to exit code. One file per group; rules live in the modules they call.
+
+Exit codes: 0 fine, 1 the answer is no, 2 wrong use or unreachable, 4 ``serve`` ended latched.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from smartsearch_sidecar import __version__, errors
+from smartsearch_sidecar.commands import check, demo, index, serve
+
+app = typer.Typer(
+    name="smartsearch-sidecar",
+    help="Search and rewards beside a trainer node: recorded first, answered second, failing closed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    """Search and rewards beside a trainer node: recorded first, answered second, failing closed."""
+
+
+app.command("serve")(serve.serve)
+app.command("demo")(demo.demo)
+app.command("url")(check.url)
+app.command("check")(check.check)
+app.command("latch")(check.latch)
+app.add_typer(index.app, name="index")
+
+
+def main() -> None:
+    """The console script: a named error is one sentence on standard error and exit 2."""
+    try:
+        app()
+    except errors.SidecarError as exc:
+        for line in exc.message.splitlines():
+            print(f"smartsearch-sidecar: {line}", file=sys.stderr)
+        sys.exit(2)

@@ -7,6 +7,7 @@ touching anything of ours.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -128,6 +129,16 @@ class RunFiles:
                 "or name another directory"
             ) from None
         self._lock_fd = fd
+
+    def abandon(self) -> None:
+        """Undoes ``create`` for a run that never began: a directory with a claim is left alone."""
+        self.close()
+        if (self.directory / CLAIM).exists():
+            return
+        (self.directory / LOCK).unlink(missing_ok=True)
+        for empty in (self.directory / JOURNAL, self.directory):
+            with contextlib.suppress(OSError):  # not empty: somebody else's files, left alone
+                empty.rmdir()
 
     # --- create-only files -------------------------------------------------------------------------
 

@@ -110,107 +110,34 @@ class App:
         except errors.SidecarError as exc:
             return await self._refused(request, exc)
 
+    @property
+    def needle(self) -> bytes:
+        """What the bytes of a rollout's connection carry."""
+        return self._capabilities.needle
+
+    async def handle_probe(self, request: EdgeRequest) -> Reply:
+        """The second listener's routes: ``/livez`` and ``/readyz`` alone."""
+        if request.raw_target in ("/livez", "/readyz"):
+            return self._probe(request, request.raw_target)
+        return self._error(request, errors.Unauthorized("only probes are served here"))
+
     async def _execute(self, request: EdgeRequest) -> Reply:
-        service = self._service
         try:
-            headers = request.headers
-            length = declared_length(
-                "Transfer-Encoding" in headers,
-                headers.getall("Content-Length", []),
-                self._body_bytes_max,
+            body = await self._read_body(request, self._body_bytes_max)
+            service = self._service or await self._wait_ready(
+                request.began + self._deadline_seconds
             )
-            require_json(headers.get("Content-Type", ""))
-            body = await request.body(length, self._body_seconds)
-            if service is None:
-                service = await self._wait_ready(request.began + self._deadline_seconds)
-            answer = await service.execute(body, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:
-            return await self._refused(request, exc, counted=service is not None)
+            return await self._refused(request, exc)
+        try:
+            answer = await service.execute(body, began=request.began, gone=request.gone)
+        except errors.SidecarError as exc:  # the service has refused it already, durably
+            return self._error(request, exc)
         return self._hand_over(request, service, answer)
 
-    def _hand_over(self, request: EdgeRequest, service: Service, answer: Answer) -> Reply:
-        number = answer.number
-        head = response_head(200, len(answer.payload), keep_alive=request.keep_alive)
-        return request.deliver(
-            head, answer.payload, lambda stage: service.undelivered(number, stage)
-        )
-
-    async def _wait_ready(self, deadline: float) -> Service:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._ready.wait()
-        except TimeoutError:
-            raise errors.Busy("the index was still loading at the request's deadline") from None
-        if self._service is None:
-            raise errors.InvariantBroken("ready without a service")
-        return self._service
-
-    async def _refused(
-        self, request: EdgeRequest, exc: errors.SidecarError, *, counted: bool = False
-    ) -> Reply:
-        """The answer of the table. An edge refusal that latches is durable before it is answered."""
-        if exc.cause is not None and not (counted and not isinstance(exc, errors.EdgeRefusal)):
-            if self._service is None:
-                self._early = self._early or exc
-            else:
-                try:
-                    await self._service.refuse(exc)
-                except errors.LedgerFailed as failure:
-                    exc = failure
-        payload = error_payload(exc.code)
-        status = STATUS[exc.code]
-        keep = request.keep_alive and not isinstance(exc, errors.EdgeRefusal)
-        return request.deliver(response_head(status, len(payload), keep_alive=keep), payload, None)
-
-    def _probe(self, request: EdgeRequest, raw: str) -> Reply:
-        service = self._service
-        ready = service is not None and not service.state.closed
-        if request.method != "GET":
-            status, word = 405, "method_not_allowed"
-        elif raw == "/livez":
-            status, word = 200, "alive"
-        else:
-            status, word = (200, "ready") if ready else (503, "not_ready")
-        return self._json(request, status, {"status": word})
-
-    def _json(self, request: EdgeRequest, status: int, value: Any) -> Reply:
-        payload = orjson.dumps(value)
-        head = response_head(status, len(payload), keep_alive=request.keep_alive)
-        return request.deliver(head, payload, None)
-
-    # --- internal routes -----------------------------------------------------------------------------------
-
-    async def _dispatch_internal(self, request: EdgeRequest, target: Target) -> Reply:
-        methods = self._internal.get(target.segments)
-        if methods is None:
-            raise errors.NoSuchPage("no internal route of this name")
-        handler = methods.get(request.method)
-        if handler is None:
-            raise errors.MethodNotAllowed("not with this method")
-        status, value = await handler(request, target)
-        return self._json(request, status, value)
-
-    def _need_service(self) -> Service:
-        if self._service is None:
-            raise errors.NotReady("the index is still loading")
-        return self._service
-
-    async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        service = self._need_service()
-        report = await health_report(service, settle=_settle_seconds(target.query))
-        return (200 if report["state"] == "healthy" else 503), report
-
-    async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        return 200, status_report(self._need_service())
-
-    async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        service = self._need_service()
-        length = declared_length(
-            "Transfer-Encoding" in request.headers,
-            request.headers.getall("Content-Length", []),
-            REASON_BYTES_MAX,
-        )
-        body = await request.body(length, self._body_seconds)
+    async def _read_body(self, request: EdgeRequest, bytes_max: int) -> bytes:
+        headers = request.headers
+        body = await self._read_body(request, REASON_BYTES_MAX)
         try:
             reason = orjson.loads(body)["reason"]
         except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -1,0 +1,53 @@
+"""``claim.json``: who this run is and what it may do, written once before anything is answered."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import orjson
+
+from smartsearch_sidecar import __version__
+from smartsearch_sidecar.config import Config
+
+FORMAT = 1
+_PACKAGES = ("aiohttp", "orjson", "tantivy", "uvloop")
+
+
+def build_claim(config: Config, identity: Mapping[str, Any], identity_sha256: str) -> bytes:
+    """The bytes of ``claim.json``; no capability, no reference answer."""
+    execute = config.execute
+    value = {
+        "format": FORMAT,
+        "run_id": secrets.token_hex(16),
+        "created_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        "retrieval": dict(identity),
+        "retrieval_identity_sha256": identity_sha256,
+        "max_retrieval_calls": execute.max_calls,
+        "environment": execute.environment,
+        "accepted_environment_sha256": sorted(execute.accepted_environment_sha256),
+        "arbitrary_code_execution": False,
+        "profile": config.profile,
+        "nodes": config.run.nodes,
+        "config_sha256": config.digest(),
+        "config": config.public(),
+        "versions": versions(),
+    }
+    return orjson.dumps(
+        value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
+    )
+
+
+def versions() -> dict[str, str]:
+    """What this process runs on, for whoever has to explain a difference later."""
+    found = {"smartsearch_sidecar": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found

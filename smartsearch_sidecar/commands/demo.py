@@ -1,0 +1,97 @@
+"""``demo``: what ``make run`` starts. Index if missing, daemon, one question, both URLs, then serve."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from smartsearch_sidecar import daemon
+from smartsearch_sidecar.client import Client
+from smartsearch_sidecar.commands.index import build_if_missing
+from smartsearch_sidecar.commands.progress import verification
+from smartsearch_sidecar.config import Config, load
+from smartsearch_sidecar.errors import SidecarError
+from smartsearch_sidecar.service import Service
+
+QUESTION = "Who wrote the first algorithm intended for a machine?"
+
+
+def demo(
+    config: Annotated[Path, typer.Option("--config", help="The demo's configuration.")] = Path(
+        "config/demo.toml"
+    ),
+    corpus: Annotated[
+        Path, typer.Option("--corpus", help="The vital articles, fetched by make setup.")
+    ] = Path(".cache/vital/summaries_en-us.json"),
+    port: Annotated[int | None, typer.Option("--port", min=0, max=65535)] = None,
+    question: Annotated[str, typer.Option("--question", help="Asked once, as a rollout asks.")] = (
+        QUESTION
+    ),
+    once: Annotated[
+        bool, typer.Option("--once", help="Stop after the example instead of serving on.")
+    ] = False,
+) -> None:
+    """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    overrides: dict[str, Any] = {"run.directory": str(Path("runs") / f"demo-{stamp}")}
+    if port is not None:
+        overrides["server.port"] = port
+    loaded = load(config, overrides=overrides)
+    console = Console()
+    if loaded.retrieval.bm25.index is not None:
+        build_if_missing(corpus, loaded.retrieval.bm25.index)
+
+    failures: list[SidecarError] = []
+
+    def ready(endpoints: daemon.Endpoints, service: Service) -> None:
+        # The question goes over HTTP as a rollout's would, so it is asked beside the loop.
+        def ask() -> None:
+            try:
+                _show(console, loaded, endpoints, question)
+            except SidecarError as exc:
+                failures.append(exc)
+            if once or failures:
+                loop.call_soon_threadsafe(stop)
+
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=ask, name="demo-question", daemon=True).start()
+
+    stop: Any = None
+
+    def hold(served: daemon.Daemon) -> None:
+        nonlocal stop
+        stop = served.stop
+
+    with verification() as progress:
+        code = daemon.serve_until_stopped(
+            loaded, progress=progress, on_ready=ready, on_built=hold, pretty_logs=True
+        )
+    if failures:
+        raise failures[0]
+    raise typer.Exit(code)
+
+
+def _show(console: Console, config: Config, endpoints: daemon.Endpoints, question: str) -> None:
+    answer = Client(endpoints.sandbox_url).execute(question, config.execute.environment)
+    if answer.status != 200:
+        raise SidecarError(f"the example question was refused: {answer.value['error']['message']}")
+    console.print()
+    console.print(Text("A rollout asks: ", style="dim").append(question, style="bold"))
+    for position, passage in enumerate(answer.value["result"].split("\n\n"), 1):
+        title, _, text = passage.partition("\n")
+        console.print(Panel(Text(text), title=Text(f"{position}. {title}"), title_align="left"))
+    console.print("[green]Recorded before it was answered[/], and ready for more:")
+    # Plain prints: a terminal that wraps a URL must not break it for copying.
+    print(f"  sandbox_url  (rollouts)           {endpoints.sandbox_url}")
+    print(f"  internal_url (trainer, operator)  {endpoints.internal_url}")
+    print(f"  ledger                            {config.run.directory}")
+    print("Ctrl-C stops it.", flush=True)

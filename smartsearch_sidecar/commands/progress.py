@@ -1,0 +1,56 @@
+"""Progress for a person: a bar on a terminal, a plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_SECONDS = 2.0
+MIB = 1024 * 1024
+
+
+@contextmanager
+def verification(what: str = "verifying the index") -> Iterator[Callable[[int, int], None]]:
+    """Yields ``progress(bytes_done, bytes_in_all)``, callable from another thread."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain(what)
+        return
+    bar = Progress(
+        TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console,
+        transient=True,
+    )
+    task = bar.add_task(what, total=None)
+    running = False
+
+    def update(done: int, total: int) -> None:
+        nonlocal running
+        if not running:
+            bar.start()
+            running = True
+        bar.update(task, completed=done, total=total)
+        if done >= total:
+            bar.stop()
+
+    try:
+        yield update
+    finally:
+        bar.stop()
+
+
+def _plain(what: str) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PLAIN_SECONDS:
+            last = now
+            print(f"{what}: {done // MIB} of {total // MIB} MiB", file=sys.stderr, flush=True)
+
+    return update

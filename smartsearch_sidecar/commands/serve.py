@@ -1,0 +1,46 @@
+"""``serve``: one run, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from smartsearch_sidecar import daemon
+from smartsearch_sidecar.commands.progress import verification
+from smartsearch_sidecar.config import load
+from smartsearch_sidecar.service import Service
+
+
+def serve(
+    config: Annotated[
+        Path, typer.Option("--config", help="The configuration (TOML), e.g. config/training.toml.")
+    ],
+    run_dir: Annotated[
+        Path | None,
+        typer.Option("--run-dir", help="A directory that does not exist yet: this run's ledger."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="0 takes any free port.")
+    ] = None,
+) -> None:
+    """Serve a run. Writes endpoints.json into the run directory when ready; SIGTERM drains.
+
+    Exit codes: 0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
+    """
+    overrides: dict[str, Any] = {}
+    if run_dir is not None:
+        overrides["run.directory"] = str(run_dir)
+    if port is not None:
+        overrides["server.port"] = port
+    loaded = load(config, overrides=overrides)
+
+    def ready(endpoints: daemon.Endpoints, service: Service) -> None:
+        # The URLs hold capabilities: they go to the file (0600) and, on request, to `url`.
+        print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
+
+    with verification() as progress:
+        code = daemon.serve_until_stopped(loaded, progress=progress, on_ready=ready)
+    raise typer.Exit(code)

@@ -1,0 +1,325 @@
+"""The process: built once from a configuration, closed in reverse, and what its exit code says.
+
+Order of building: run directory and lock, socket, listener (``/livez`` answers, ``/readyz`` does
+not), provider, claim, writer, service, ``endpoints.json``. Closing goes the other way: listener,
+work in flight, connections, provider, ``run.closed``, writer, files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+import structlog
+import uvloop
+
+from smartsearch_sidecar import errors, logs
+from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.claim import build_claim
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract import ExecuteRules
+from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, Disk, RunFiles
+from smartsearch_sidecar.ledger.record import Kind, claim_digest, draft
+from smartsearch_sidecar.ledger.writer import Writer
+from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.provider import Provider
+from smartsearch_sidecar.retrieval.providers import Progress, open_configured
+from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.service import Service, ServicePolicy
+from smartsearch_sidecar.web.app import App
+from smartsearch_sidecar.web.edge import EdgeServer, drain, listen, serve
+from smartsearch_sidecar.web.routes import Capabilities
+
+EXIT_FINE = 0
+EXIT_LATCHED = 4
+
+TOP_N = 5  # the contract's; part of every call
+MIB = 1024 * 1024
+DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
+CONNECTIONS_CLOSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a served run is reached. Both URLs hold a capability: never log them."""
+
+    sandbox_url: str
+    internal_url: str
+    pid: int
+
+    def as_json(self) -> bytes:
+        """The bytes of ``endpoints.json``."""
+        value = {
+            "sandbox_url": self.sandbox_url,
+            "internal_url": self.internal_url,
+            "pid": self.pid,
+        }
+        return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+OnReady = Callable[[Endpoints, Service], None]
+
+
+class Daemon:
+    """One served run."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        disk: Disk | None = None,
+        provider: Provider | None = None,
+        progress: Progress | None = None,
+        on_ready: OnReady | None = None,
+    ) -> None:
+        """``disk`` and ``provider`` may be given by who embeds or tests; ``on_ready`` is told once.
+
+        Raises ``ConfigError`` without a run directory.
+        """
+        if config.run.directory is None:
+            raise errors.ConfigError("run.directory is not set: name it, or pass --run-dir")
+        self.config = config
+        self.files = RunFiles(Path(config.run.directory), disk=disk, sync=config.ledger.sync)
+        self._provider = provider
+        self._progress = progress
+        self._on_ready = on_ready
+        self._log = structlog.get_logger("daemon")
+        self._stop = asyncio.Event()
+        server = config.server
+        self._execute = _capability(server.execute_capability)
+        self._internal = _capability(server.internal_capability)
+        self.app = App(
+            Capabilities(self._execute, self._internal),
+            body_bytes_max=config.execute.body_bytes_max,
+            body_seconds=server.body_seconds,
+            deadline_seconds=config.execute.deadline_seconds,
+        )
+
+    @property
+    def secrets(self) -> tuple[str, str]:
+        """What no log line may hold."""
+        return self._execute, self._internal
+
+    def stop(self) -> None:
+        """Asks for an orderly end; callable from a signal handler of the loop."""
+        self._stop.set()
+
+    async def run(self) -> int:
+        """Serves until told to stop. Returns the exit code.
+
+        Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
+        """
+        self.files.create()
+        server: EdgeServer | None = None
+        listening: list[asyncio.Server] = []
+        try:
+            server = self._edge()
+            port = await self._listen(server, listening)
+            guard = await self._load()
+            service = await self._claim(guard)
+        except BaseException:
+            _close_listeners(listening)
+            self.files.abandon()
+            raise
+        endpoints = self._endpoints(port)
+        self.files.replace(ENDPOINTS, endpoints.as_json())
+        self.app.serve_with(service)
+        self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
+        if self._on_ready is not None:
+            self._on_ready(endpoints, service)
+        await self._stop.wait()
+        await self._wind_down(service, server, listening)
+        return EXIT_LATCHED if service.state.closed else EXIT_FINE
+
+    # --- building ------------------------------------------------------------------------------------
+
+    def _edge(self) -> EdgeServer:
+        return serve(
+            self.app.handle,
+            observer=self.app,
+            needle=self.app.needle,
+            keepalive_seconds=self.config.server.idle_seconds,
+            connections_max=self.config.server.connections_max,
+        )
+
+    async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
+        """Binds both listeners before the index loads, so that a taken port is told at once."""
+        given = self.config.server
+        main = bind(given.host, given.port)
+        probe = None
+        if given.probe_port is not None:
+            try:
+                probe = bind(given.probe_host or given.host, given.probe_port)
+            except BaseException:
+                main.close()
+                raise
+        port: int = main.getsockname()[1]
+        listening.append(await listen(server, main))
+        if probe is not None:
+            probes = serve(
+                self.app.handle_probe,
+                observer=self.app,
+                needle=self.app.needle,
+                keepalive_seconds=given.idle_seconds,
+                connections_max=given.connections_max,
+            )
+            listening.append(await listen(probes, probe))
+        return port
+
+    async def _load(self) -> Guard:
+        retrieval = self.config.retrieval
+        provider = self._provider or await open_configured(self.config, self._progress)
+        guard = Guard(
+            provider,
+            top_n=TOP_N,
+            retries=retrieval.retries,
+            drop_tagged=retrieval.on_protocol_tag == "drop",
+            watch_drift=retrieval.on_drift == "latch",
+        )
+        await guard.claim_identity()
+        return guard
+
+    async def _claim(self, guard: Guard) -> Service:
+        execute = self.config.execute
+        claim = build_claim(self.config, guard.identity, guard.identity_sha256)
+        self.files.create_only(CLAIM, claim)
+        state = RunState()
+        retrieval = Retrieval(guard, cache_bytes=self.config.retrieval.cache_mib * MIB)
+        service: Service
+        writer = Writer(
+            self.files,
+            seq=0,
+            head=claim_digest(claim),
+            segment_bytes_max=self.config.ledger.segment_mib * MIB,
+            on_failure=lambda failure: service.ledger_failed(failure),
+        )
+        service = Service(
+            state=state,
+            writer=writer,
+            slots=Slots(execute.slots, execute.waiting_max),
+            retrieval=retrieval,
+            policy=ServicePolicy(
+                rules=ExecuteRules(
+                    execute.environment, frozenset(execute.accepted_environment_sha256)
+                ),
+                deadline_seconds=execute.deadline_seconds,
+                decline=execute.on_invalid_query == "decline",
+                latch_undelivered=execute.on_undelivered == "latch",
+            ),
+        )
+        writer.start()
+        data = {"max_calls": execute.max_calls, "claim_sha256": claim_digest(claim)}
+        item = draft(Kind.RUN_CLAIMED, None, data)
+        state.fold(item.record)
+        await writer.post_for_receipt(item)
+        return service
+
+    def _endpoints(self, port: int) -> Endpoints:
+        host = self.config.server.host
+        base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return Endpoints(f"{base}/{self._execute}", f"{base}/{self._internal}", os.getpid())
+
+    # --- closing ---------------------------------------------------------------------------------------
+
+    async def _wind_down(
+        self, service: Service, server: EdgeServer, listening: list[asyncio.Server]
+    ) -> None:
+        self._log.info(
+            "stopping", in_service=service.slots.in_service, waiting=service.slots.waiting
+        )
+        _close_listeners(listening)
+        limit = self.config.execute.deadline_seconds + DRAIN_GRACE_SECONDS
+        try:
+            async with asyncio.timeout(limit):
+                await service.slots.wait_idle()
+        except TimeoutError:
+            self._log.error("work in flight did not end in time", seconds=limit)
+        await drain(server, CONNECTIONS_CLOSE_SECONDS)
+        await service.retrieval.close()
+        await self._record_end(service)
+        await service.writer.close()
+        self.files.remove(ENDPOINTS)
+        self.files.close()
+        cause = service.state.cause
+        self._log.info("stopped", latched=cause.cause if cause else None)
+
+    async def _record_end(self, service: Service) -> None:
+        state = service.state
+        data = {
+            "latched": state.closed,
+            "retrieval_attempts": state.attempts,
+            "retrieval_responses": state.responses,
+        }
+        item = draft(Kind.RUN_CLOSED, None, data)
+        state.fold(item.record)
+        try:
+            await service.writer.post_for_receipt(item)
+        except errors.LedgerFailed as failure:
+            self._log.error("the end could not be recorded", reason=failure.message)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound, not yet listening TCP socket, or a ``UsageError`` that names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        if exc.errno == errno.EADDRINUSE:
+            raise errors.UsageError(
+                f"port {port} on {host} is taken: stop what listens there, or set server.port"
+            ) from None
+        raise errors.UsageError(
+            f"cannot listen on {host} port {port}: {exc.strerror or exc}; set server.host and "
+            "server.port"
+        ) from None
+    return sock
+
+
+def _close_listeners(listening: list[asyncio.Server]) -> None:
+    for server in listening:
+        server.close()
+
+
+def _capability(given: object) -> str:
+    """The configured capability, or 43 fresh URL-safe characters."""
+    reveal = getattr(given, "get_secret_value", None)
+    return str(reveal()) if reveal is not None else secrets.token_urlsafe(32)
+
+
+def serve_until_stopped(
+    config: Config,
+    *,
+    progress: Progress | None = None,
+    on_ready: OnReady | None = None,
+    on_built: Callable[[Daemon], None] | None = None,
+    pretty_logs: bool = False,
+) -> int:
+    """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code.
+
+    ``on_built`` is handed the daemon before it serves (to stop it); ``on_ready`` what it serves.
+    """
+
+    async def main() -> int:
+        daemon = Daemon(config, progress=progress, on_ready=on_ready)
+        if on_built is not None:
+            on_built(daemon)
+        logs.configure(daemon.secrets, pretty=pretty_logs)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, daemon.stop)
+        return await daemon.run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
