@@ -1,0 +1,300 @@
+"""The pinned scorer's source: which bytes they are, and that they still are those.
+
+The operator mounts a checkout of the pinned trainer (or one file of it); this module decides
+whether to trust it. Nothing of the checkout is executed here: its git configuration may name
+programs (a file system monitor, hooks, content filters), and each of those is switched off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smartsearch_sidecar import errors
+
+GIT_SECONDS = 60.0
+"""A status of a few thousand files on a cold network mount; longer means the mount hangs."""
+
+SOURCE_BYTES_MAX = 1 << 20
+"""The pinned scorer is 9 KB; a megabyte is somebody else's file."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What a checkout must be.
+
+    Attributes:
+        commit: the full commit id (40 hex digits) HEAD must have.
+        path: the scorer's file, relative to the root, with ``/``.
+        sha256: the digest of that file's bytes (64 lower-case hex digits).
+    """
+
+    commit: str
+    path: str
+    sha256: str
+
+
+PINNED = Pin(
+    commit="5e9e7ec0d6af34f45fad145d4bff442529e7e6ff",
+    path="src/verl/utils/reward_score/re_call.py",
+    sha256="2697ffa7479a0c9c4e6baf843164b7055b80350c627e01413584ecf4f76476bc",
+)
+"""RUC-NLPIR/SmartSearch, the trainer this sidecar is made for."""
+
+
+@dataclass(frozen=True)
+class VerifiedSource:
+    """Bytes whose digest was what it had to be when they were read.
+
+    Attributes:
+        path: the file, absolute.
+        sha256: digest of ``text`` (64 lower-case hex digits).
+        text: the file's bytes; what is compiled is exactly this, never a second read.
+        root: what a run directory may not overlap: the checkout, or the file itself.
+        binding: JSON facts for the run's claim (``kind``, ``path``, ``sha256``; of a checkout also
+            ``root``, ``head``, ``clean``).
+    """
+
+    path: Path
+    sha256: str
+    text: bytes = field(repr=False)
+    root: Path
+    binding: Mapping[str, Any]
+
+    def recheck(self) -> None:
+        """Reads the file again and compares digests.
+
+        Raises:
+            SourceChanged: the file is gone, replaced by a link, or has other bytes.
+        """
+        try:
+            _refuse_links(self.root, self.path)
+            found = _digest(_read(self.path))
+        except (OSError, errors.ScorerSourceError) as error:
+            raise errors.SourceChanged(
+                f"the scorer's source {self.path} can no longer be read "
+                f"({type(error).__name__}); leave it alone while a run is served"
+            ) from error
+        if found != self.sha256:
+            raise errors.SourceChanged(
+                f"the scorer's source {self.path} changed while the run was served: "
+                f"loaded with sha256 {self.sha256}, now {found}"
+            )
+
+    def refuse_overlap(self, run_directory: Path) -> None:
+        """Refuses a run directory that contains the source or lies inside its checkout.
+
+        Raises:
+            RunDirectoryError: they overlap; a run would then change what was verified.
+        """
+        run, root = run_directory.resolve(), self.root.resolve()
+        if run.is_relative_to(root) or root.is_relative_to(run):
+            raise errors.RunDirectoryError(
+                f"the run directory {run} overlaps the scorer's source {root}; "
+                "choose one outside of it"
+            )
+
+
+def verify_checkout(checkout: Path, *, pin: Pin = PINNED) -> VerifiedSource:
+    """Verifies a checkout of the trainer: HEAD, a clean tree, no links, the digest.
+
+    Args:
+        checkout: the root of the work tree; it may belong to another user.
+        pin: what it has to be.
+
+    Raises:
+        ScorerSourceError: it is not that; the sentence says what differs and what to do.
+    """
+    if checkout.is_symlink() or not checkout.is_dir():
+        raise errors.ScorerSourceError(
+            f"reward.checkout {checkout} is not a directory (links are refused); "
+            "name the root of the checkout itself"
+        )
+    root = checkout.resolve()
+    git = _Git(root)
+    if Path(git.run("rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root:
+        raise errors.ScorerSourceError(
+            f"reward.checkout {root} is not the root of its work tree; name the root"
+        )
+    head = git.run("rev-parse", "--verify", "HEAD^{commit}").strip()
+    if head != pin.commit:
+        raise errors.ScorerSourceError(
+            f"reward.checkout {root} is at commit {head}; check out {pin.commit}"
+        )
+    _refuse_changes(root, git)
+    path = root / pin.path
+    _refuse_links(root, path)
+    text = _load(path, pin.sha256)
+    binding = {"kind": "checkout", "root": str(root), "head": head, "clean": True}
+    binding |= {"path": pin.path, "sha256": pin.sha256}
+    return VerifiedSource(path=path, sha256=pin.sha256, text=text, root=root, binding=binding)
+
+
+def verify_file(source: Path, source_sha256: str) -> VerifiedSource:
+    """Verifies one file by its digest, for installations that do not carry the whole checkout.
+
+    Raises:
+        ScorerSourceError: no such file, a link, or another digest.
+    """
+    if not re.fullmatch(r"[0-9a-f]{64}", source_sha256):
+        raise errors.ScorerSourceError(
+            "reward.source_sha256 must be 64 lower-case hex digits: the output of sha256sum"
+        )
+    path = source.parent.resolve() / source.name
+    text = _load(path, source_sha256)
+    binding = {"kind": "file", "path": str(path), "sha256": source_sha256}
+    return VerifiedSource(path=path, sha256=source_sha256, text=text, root=path, binding=binding)
+
+
+def _load(path: Path, sha256: str) -> bytes:
+    try:
+        text = _read(path)
+    except OSError as error:
+        raise errors.ScorerSourceError(
+            f"the scorer's source {path} cannot be read ({error.strerror}); it must be a regular "
+            "file, not a link, readable by this user"
+        ) from error
+    found = _digest(text)
+    if found != sha256:
+        raise errors.ScorerSourceError(
+            f"the scorer's source {path} has sha256 {found}, pinned is {sha256}; "
+            "restore the pinned file"
+        )
+    return text
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file. ``O_NONBLOCK``: a pipe put in its place must not hang us."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > SOURCE_BYTES_MAX:
+            raise errors.ScorerSourceError(
+                f"the scorer's source {path} is not a regular file of at most "
+                f"{SOURCE_BYTES_MAX} bytes"
+            )
+        return file.read(SOURCE_BYTES_MAX + 1)
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _refuse_links(root: Path, path: Path) -> None:
+    """A link on the way could be turned to other bytes between verifying and reading."""
+    step = root
+    for part in path.relative_to(root).parts:
+        step = step / part
+        if step.is_symlink():
+            raise errors.ScorerSourceError(
+                f"{step} is a symbolic link; the scorer's source must be the checkout's own file"
+            )
+
+
+def _refuse_changes(root: Path, git: _Git) -> None:
+    """Refuses what ``git status`` shows, untracked files too: the trainer can import them."""
+    options = ("--porcelain=v1", "-z", "-uall", "--no-renames", "--ignore-submodules=dirty")
+    entries = [entry for entry in git.run("status", *options).split("\0") if entry]
+    if entries:
+        raise errors.ScorerSourceError(
+            f"reward.checkout {root} is not clean: {len(entries)} changed or untracked files, "
+            f"first {entries[0][3:]!r}; restore them, or list your own in .git/info/exclude"
+        )
+
+
+class _Git:
+    """Runs git on a checkout so that only the checkout's facts, never its programs, are used."""
+
+    def __init__(self, root: Path) -> None:
+        found = shutil.which("git")
+        if found is None:
+            raise errors.ScorerSourceError(
+                "git is not installed, so reward.checkout cannot be verified; install it, or pin "
+                "the one file with reward.source and reward.source_sha256"
+            )
+        self._program = os.path.abspath(found)
+        self._root = root
+        self._settings = [
+            "core.fsmonitor=false",
+            f"core.hooksPath={os.devnull}",
+            f"core.attributesFile={os.devnull}",
+            "protocol.allow=never",
+        ]
+        self._settings += self._without_filters()
+
+    def run(self, *words: str) -> str:
+        """What git prints. Raises ``ScorerSourceError`` when it fails or hangs."""
+        done = self._call(words)
+        if done.returncode != 0:
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise errors.ScorerSourceError(
+                f"git {words[0]} failed on reward.checkout {self._root}: "
+                f"{said[0] if said else f'exit {done.returncode}'}"
+            )
+        return done.stdout.decode("utf-8", "surrogateescape")
+
+    def _without_filters(self) -> Sequence[str]:
+        """Content filters are commands the checkout's configuration names; ``status`` runs them."""
+        asked = ("config", "--null", "--name-only", "--get-regexp", r"^filter\.")
+        done = self._call(asked)
+        names = done.stdout.decode("utf-8", "surrogateescape").split("\0")
+        drivers = {name[len("filter.") :].rpartition(".")[0] for name in names if name}
+        emptied = []
+        for driver in sorted(drivers):
+            emptied += [f"filter.{driver}.{word}=" for word in ("clean", "smudge", "process")]
+            emptied.append(f"filter.{driver}.required=false")
+        if any("=" in driver for driver in drivers):
+            # "-c" ends a name at its first "=": such a filter could not be switched off.
+            raise errors.ScorerSourceError(
+                f"the git configuration of reward.checkout {self._root} names a filter with '='; "
+                "remove it"
+            )
+        return emptied
+
+    def _call(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+        # A home of our own carries safe.directory: git older than 2.38 does not take it from "-c".
+        with tempfile.TemporaryDirectory(prefix="smartsearch-git-") as home:
+            quoted = os.fsencode(self._root)
+            for raw, written in ((b"\\", b"\\\\"), (b'"', b'\\"'), (b"\n", b"\\n")):
+                quoted = quoted.replace(raw, written)
+            Path(home, ".gitconfig").write_bytes(b'[safe]\n\tdirectory = "' + quoted + b'"\n')
+            settings = [part for setting in self._settings for part in ("-c", setting)]
+            try:
+                return subprocess.run(  # noqa: S603 - git itself, with words of ours
+                    [self._program, "-C", str(self._root), *settings, *words],
+                    env=_environment(home, self._root),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=GIT_SECONDS,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise errors.ScorerSourceError(
+                    f"git could not be run on reward.checkout {self._root} "
+                    f"({type(error).__name__}); run git status there by hand"
+                ) from error
+
+
+def _environment(home: str, root: Path) -> dict[str, str]:
+    """No configuration of the system or the user, no prompts, no locks, no search upwards."""
+    return {
+        "PATH": os.defpath,
+        "HOME": home,
+        "LC_ALL": "C",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_NO_LAZY_FETCH": "1",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_CEILING_DIRECTORIES": str(root.parent),
+    }
