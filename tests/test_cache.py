@@ -1,0 +1,111 @@
+"""Cache and sharing: repeats are saved, everybody gets an answer of their own, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.retrieval.cache import Retrieval, SearchCache
+from smartsearch_sidecar.retrieval.guard import Found, Guard
+
+from tests.fakes.provider import FakeProvider
+
+FAR = 1e9
+
+
+async def fronted(provider: FakeProvider, cache_bytes: int = 1 << 20) -> Retrieval:
+    guard = Guard(provider, top_n=5, retries=0, drop_tagged=True, watch_drift=True)
+    await guard.claim_identity()
+    return Retrieval(guard, cache_bytes=cache_bytes)
+
+
+async def test_repeat_is_a_hit_and_costs_no_search() -> None:
+    """A frozen search asked twice is searched once."""
+    provider = FakeProvider()
+    retrieval = await fronted(provider)
+    first, outcome = await retrieval.find("q", FAR)
+    again, repeated = await retrieval.find("q", FAR)
+    assert (outcome, repeated) == ("miss", "hit")
+    assert first is again
+    assert provider.queries == ["q"]
+
+
+async def test_identical_searches_in_flight_are_shared() -> None:
+    """Eight rollouts that ask alike at once cost one search."""
+    provider = FakeProvider()
+    provider.gate = asyncio.Event()
+    retrieval = await fronted(provider)
+    tasks = [asyncio.create_task(retrieval.find("q", FAR)) for _ in range(8)]
+    await asyncio.sleep(0)
+    provider.gate.set()
+    outcomes = [outcome for _, outcome in await asyncio.gather(*tasks)]
+    assert sorted(outcomes) == ["miss"] + ["shared"] * 7
+    assert provider.queries == ["q"]
+
+
+async def test_nothing_is_shared_or_kept_without_a_cache() -> None:
+    """The reference profile asks the provider for every request."""
+    provider = FakeProvider()
+    retrieval = await fronted(provider, 0)
+    results = await asyncio.gather(*(retrieval.find("q", FAR) for _ in range(4)))
+    assert [outcome for _, outcome in results] == ["miss"] * 4
+    assert provider.queries == ["q"] * 4
+
+
+async def test_deadline_ends_the_wait_and_drops_the_late_result() -> None:
+    """A search over its deadline is a failure for its caller, whatever it finds later."""
+    provider = FakeProvider()
+    provider.gate = asyncio.Event()
+    retrieval = await fronted(provider)
+    with pytest.raises(errors.DeadlinePassed):
+        await retrieval.find("q", asyncio.get_running_loop().time() + 0.01)
+    provider.gate.set()
+    await retrieval.close()
+    assert provider.closed
+
+
+async def test_a_cancelled_caller_does_not_hurt_those_who_share() -> None:
+    """One of two callers leaves; the other is answered."""
+    provider = FakeProvider()
+    provider.gate = asyncio.Event()
+    retrieval = await fronted(provider)
+    leaver = asyncio.create_task(retrieval.find("q", FAR))
+    stayer = asyncio.create_task(retrieval.find("q", FAR))
+    await asyncio.sleep(0)
+    leaver.cancel()
+    provider.gate.set()
+    assert (await stayer)[1] == "shared"
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+
+
+async def test_a_failure_is_told_to_all_and_not_kept() -> None:
+    """A failed search fails everybody who shared it and is not cached."""
+    provider = FakeProvider()
+    provider.gate, provider.fault = asyncio.Event(), ValueError("x")
+    retrieval = await fronted(provider)
+    tasks = [asyncio.create_task(retrieval.find("q", FAR)) for _ in range(3)]
+    await asyncio.sleep(0)
+    provider.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [errors.ProviderFault] * 3
+    provider.fault = None
+    assert (await retrieval.find("q", FAR))[1] == "miss"
+
+
+def test_cache_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
+    """The cache never holds more than its bound; what is asked again stays."""
+    found = Found(b"[]", b"x" * 1000, ())
+    cache = SearchCache(4 * (found.size + 1))
+    for query in "abcd":
+        cache.put(query, found)
+    assert cache.get("a") is found
+    cache.put("e", found)
+    assert cache.get("b") is None
+    assert cache.get("a") is found
+    assert len(cache) == 4
+    assert cache.bytes <= 4 * (found.size + 1)
+    cache.put("huge", Found(b"[]", b"x" * 100_000, ()))
+    assert cache.get("huge") is None
