@@ -1,0 +1,307 @@
+"""Canaries: recorded questions and answers that show whether a remote index is still the same.
+
+A remote retriever's identity is only declared. A canary makes the declaration testable: a query,
+its top-n, and the ids and digests of the documents it was answered with when it was recorded. They
+are compared as sets, because the order of near ties depends on how a retriever batches.
+
+The file is JSON Lines, one canary a line::
+
+    {"query": "...", "top_n": 5, "documents": [{"id": "12", "contents_sha256": "<64 hex>"}, ...]}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.retrieval.provider import Provider
+
+FILE_BYTES_MAX = 16 * 1024 * 1024
+"""A canary is under 10 KB; a file of this size is not a file of canaries."""
+
+TRANSPORT_FAULTS_MAX = 3
+"""Rounds in a row that may fail to reach the retriever: one lost connection is no verdict."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A recorded search: ``documents`` are pairs of id and sha256 of the contents' UTF-8 bytes."""
+
+    query: str
+    top_n: int
+    documents: tuple[tuple[str, str], ...]
+
+    @property
+    def query_sha256(self) -> str:
+        """What messages call this canary: the query itself may be anything."""
+        return hashlib.sha256(self.query.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one canary's answer differs from its record; ids, sorted."""
+
+    query_sha256: str
+    missing: tuple[str, ...]
+    new: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One clause for a message, bounded whatever the retriever calls its documents."""
+        parts = [f"canary {self.query_sha256[:16]}"]
+        for word, ids in (("missing", self.missing), ("new", self.new), ("changed", self.changed)):
+            if ids:
+                shown = ", ".join(repr(i[:40]) for i in ids[:3])
+                more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+                parts.append(f"{word} ids {shown}{more}")
+        return ", ".join(parts)
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> tuple[Canary, ...]:
+    """Reads a canary file; blocking. Raises ``ConfigError`` naming file, line and what is wrong."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"canary file {path} cannot be read ({error.strerror}); record one, or correct "
+            "retrieval.flashrag.canaries"
+        ) from error
+    if len(content) > FILE_BYTES_MAX:
+        raise errors.ConfigError(f"canary file {path} is over {FILE_BYTES_MAX} bytes")
+    canaries = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            canary = _parse(line)
+            if isinstance(canary, str):
+                raise errors.ConfigError(
+                    f"canary file {path}, line {number}: {canary}; record it again"
+                )
+            canaries.append(canary)
+    if not canaries:
+        raise errors.ConfigError(f"canary file {path} holds no canary; record some, or unset it")
+    return tuple(canaries)
+
+
+def dump(canaries: Iterable[Canary]) -> bytes:
+    """The bytes of a canary file."""
+    return b"".join(
+        orjson.dumps(
+            {
+                "query": canary.query,
+                "top_n": canary.top_n,
+                "documents": [
+                    {"id": name, "contents_sha256": digest} for name, digest in canary.documents
+                ],
+            },
+            option=orjson.OPT_APPEND_NEWLINE,
+        )
+        for canary in canaries
+    )
+
+
+def _parse(line: bytes) -> Canary | str:
+    """A canary, or what is wrong with the line."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return "not JSON"
+    if not isinstance(value, dict) or set(value) != {"query", "top_n", "documents"}:
+        return "not an object of exactly query, top_n and documents"
+    query, top_n, documents = value["query"], value["top_n"], value["documents"]
+    if not isinstance(query, str) or not query.strip():
+        return "query is not a non-empty string"
+    if type(top_n) is not int or top_n < 1:
+        return "top_n is not a positive whole number"
+    if not isinstance(documents, list) or not 0 < len(documents) <= top_n:
+        return "documents is not a list of 1 to top_n documents"
+    pairs: dict[str, str] = {}
+    for document in documents:
+        if not isinstance(document, dict) or set(document) != {"id", "contents_sha256"}:
+            return "a document is not an object of exactly id and contents_sha256"
+        name, digest = document["id"], document["contents_sha256"]
+        if not isinstance(name, str) or not name or name in pairs:
+            return "a document's id is empty, repeated or not a string"
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            return "contents_sha256 is not 64 lower-case hex digits"
+        pairs[name] = digest
+    return Canary(query, top_n, tuple(pairs.items()))
+
+
+# --- asking --------------------------------------------------------------------------------------
+
+
+async def record(provider: Provider, queries: Sequence[str], *, top_n: int = 5) -> list[Canary]:
+    """Asks each query and keeps what came; repeated queries once.
+
+    Each is asked twice, alone and beside all others: a retriever that ranks differently in a batch
+    would close the latch of a good run. Raises ``UsageError`` naming a query that is answered
+    differently the second time, or with nothing; and whatever the provider raises.
+    """
+    distinct = list(dict.fromkeys(queries))
+    canaries = [
+        Canary(query, top_n, _pairs(await provider.search(query, top_n))) for query in distinct
+    ]
+    for number, canary in enumerate(canaries, start=1):
+        if not canary.documents:
+            raise errors.UsageError(
+                f"query {number} is answered with no document and defends nothing; choose another"
+            )
+    again = await asyncio.gather(
+        *(provider.search(query, top_n) for query in distinct), return_exceptions=True
+    )
+    for number, (canary, answer) in enumerate(zip(canaries, again, strict=True), start=1):
+        if isinstance(answer, BaseException):
+            raise answer
+        if (difference := _compare(canary, answer)) is not None:
+            raise errors.UsageError(
+                f"query {number} is answered differently beside others ({difference.describe()}) "
+                "and would close the latch of a good run; choose another"
+            )
+    return canaries
+
+
+async def check(provider: Provider, canaries: Sequence[Canary]) -> list[Difference]:
+    """The canaries whose answers differ; empty when the index is the recorded one.
+
+    One after the other, so that a round never crowds out the rollouts' searches. Raises whatever
+    the provider raises.
+    """
+    differences = []
+    for canary in canaries:
+        difference = _compare(canary, await provider.search(canary.query, canary.top_n))
+        if difference is not None:
+            differences.append(difference)
+    return differences
+
+
+def _compare(canary: Canary, documents: Sequence[Mapping[str, Any]]) -> Difference | None:
+    recorded, answered = dict(canary.documents), dict(_pairs(documents))
+    if recorded == answered:
+        return None
+    return Difference(
+        query_sha256=canary.query_sha256,
+        missing=tuple(sorted(recorded.keys() - answered.keys())),
+        new=tuple(sorted(answered.keys() - recorded.keys())),
+        changed=tuple(
+            sorted(i for i in recorded.keys() & answered.keys() if recorded[i] != answered[i])
+        ),
+    )
+
+
+def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    pairs: dict[str, str] = {}
+    for document in documents:
+        name, contents = document.get("id"), document.get("contents")
+        if not isinstance(name, str) or not isinstance(contents, str):
+            raise errors.ProviderFault(
+                "a canary was answered with a document without id or contents"
+            )
+        if name in pairs:
+            raise errors.ProviderFault("a canary was answered with the same document id twice")
+        pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
+    return tuple(pairs.items())
+
+
+# --- on a timer ----------------------------------------------------------------------------------
+
+
+class CanaryWatch:
+    """Asks the canaries every ``seconds`` and holds the verdict.
+
+    ``fault`` is ``None`` while the identity holds. ``IdentityChanged`` stays for good; a fault of
+    reaching or asking the retriever lasts until a round succeeds. ``on_fault`` is called on the
+    loop after each failing round, so that a latch can close without waiting for the next search.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        canaries: Sequence[Canary],
+        *,
+        seconds: float,
+        on_fault: Callable[[errors.RetrievalError], None] | None = None,
+    ) -> None:
+        self.fault: errors.RetrievalError | None = None
+        self.rounds = 0
+        self._provider = provider
+        self._canaries = canaries
+        self._seconds = seconds
+        self._on_fault = on_fault
+        self._unreached = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins the rounds, the first after ``seconds``."""
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """Ends the rounds."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
+            raise error
+
+    async def round(self) -> None:
+        """Asks every canary once and sets ``fault``; raises nothing but cancellation."""
+        try:
+            differences = await check(self._provider, self._canaries)
+        except errors.ProviderTransport as error:
+            self._unreached += 1
+            if self._unreached >= TRANSPORT_FAULTS_MAX:
+                self._fail(
+                    errors.ProviderFault(
+                        f"the canaries could not be asked {self._unreached} times in a row: "
+                        f"{error.message}"
+                    )
+                )
+        except errors.RetrievalError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - classified: becomes the watch's fault
+            # Not a failure the provider names, so a broken one: without this the timer would end
+            # in silence and the run would go on undefended.
+            self._fail(errors.ProviderFault(f"asking a canary raised {type(error).__name__}"))
+        else:
+            self._unreached = 0
+            if differences:
+                self._fail(changed(differences, len(self._canaries)))
+            elif not isinstance(self.fault, errors.IdentityChanged):
+                self.fault = None
+        self.rounds += 1
+
+    async def _watch(self) -> None:
+        while not isinstance(self.fault, errors.IdentityChanged):
+            await asyncio.sleep(self._seconds)
+            await self.round()
+
+    def _fail(self, fault: errors.RetrievalError) -> None:
+        if isinstance(self.fault, errors.IdentityChanged):
+            return
+        self.fault = fault
+        if self._on_fault is not None:
+            self._on_fault(fault)
+
+
+def changed(differences: Sequence[Difference], asked: int) -> errors.IdentityChanged:
+    """The fault that says which canaries differ and how."""
+    shown = "; ".join(difference.describe() for difference in differences[:3])
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return errors.IdentityChanged(
+        f"the retriever does not serve the recorded corpus or index: {len(differences)} of {asked} "
+        f"canaries differ: {shown}{more}"
+    )

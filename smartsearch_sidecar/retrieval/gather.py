@@ -1,0 +1,216 @@
+"""Concurrent searches gathered into few calls, without knowing what a call is.
+
+A *search* is one waiter with a ``lane`` (what one call must have in common, here top-n) and a
+``key`` (the query). A *call* takes at most ``batch_max`` distinct keys of one lane. At most
+``calls_max`` calls are out at a time, one unless the other end is known to answer side by side.
+
+    entry (lane, key)   joins            leaves (last waiter)      departs     call returns
+    ------------------  ---------------  ------------------------  ----------  --------------------
+    none                waiting          -                         -           -
+    waiting             waiting, shared  gone                      out         -
+    out                 (a new entry)    call cancelled when it    -           settled, each waiter
+                                         was the last of its call              has its own outcome
+
+- Nothing waits for company: with no call out the next pass of the loop departs, so a lone search
+  goes at once, and searches that arrive in the same pass travel together for free.
+- The next call departs when the previous one has returned, with whatever gathered meanwhile; the
+  oldest entry chooses the lane, so no lane starves.
+- An entry that is out is not joined: its answer belongs to searches that began before it left.
+  Sharing with calls already out is the cache's decision, not this machine's.
+- A waiter that is cancelled takes only itself away. A call nobody waits for any more is cancelled,
+  so that a hung one does not hold the searches behind it.
+
+The number waiting has no bound of its own: every waiter holds one of the service's slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from smartsearch_sidecar import errors
+
+Lane = TypeVar("Lane", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The outcome of one key that has no answer, beside others that may have one."""
+
+    error: Exception
+
+
+@dataclass(slots=True)
+class GatherStatistics:
+    """Counts since the start: searches asked of us, calls sent, distinct keys in those calls."""
+
+    searches: int = 0
+    calls: int = 0
+    keys: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Lane, Key, Answer]):
+    lane: Lane
+    key: Key
+    waiters: list[asyncio.Future[Answer | Failed]] = field(default_factory=list)
+    call: _Call[Lane, Key, Answer] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Call(Generic[Lane, Key, Answer]):
+    entries: list[_Entry[Lane, Key, Answer]]
+    task: asyncio.Task[None] | None = None
+
+
+class Gather(Generic[Lane, Key, Answer]):
+    """Gathers concurrent ``submit`` calls into calls of ``ask(lane, keys)``.
+
+    ``ask`` answers with one outcome per key, in order: an answer or ``Failed``. Whatever it raises
+    is raised in every search of that call.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Lane, Sequence[Key]], Awaitable[Sequence[Answer | Failed]]],
+        *,
+        batch_max: int,
+        calls_max: int = 1,
+    ) -> None:
+        self.statistics = GatherStatistics()
+        self._ask = ask
+        self._batch_max = batch_max
+        self._calls_max = calls_max
+        self._waiting: dict[tuple[Lane, Key], _Entry[Lane, Key, Answer]] = {}
+        self._out: set[_Call[Lane, Key, Answer]] = set()
+        self._boarding: asyncio.Handle | None = None
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Distinct searches that no call has taken yet."""
+        return len(self._waiting)
+
+    def reshape(self, *, batch_max: int, calls_max: int) -> None:
+        """Other limits from the next departure on; calls already out are not touched."""
+        self._batch_max = batch_max
+        self._calls_max = calls_max
+
+    async def submit(self, lane: Lane, key: Key) -> Answer:
+        """The answer to ``key``; raises what the call raised, or ``ProviderFault`` once closed."""
+        if self._closed:
+            raise _closed()
+        self.statistics.searches += 1
+        entry = self._waiting.get((lane, key))
+        if entry is None:
+            entry = self._waiting[(lane, key)] = _Entry(lane, key)
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Answer | Failed] = loop.create_future()
+        entry.waiters.append(waiter)
+        if self._boarding is None and len(self._out) < self._calls_max:
+            self._boarding = loop.call_soon(self._depart)
+        try:
+            outcome = await waiter
+        except asyncio.CancelledError:
+            self._leave(entry, waiter)
+            raise
+        if isinstance(outcome, Failed):
+            raise _own_copy(outcome.error)
+        return outcome
+
+    async def close(self) -> None:
+        """Cancels the calls that are out and fails every search that still waits."""
+        self._closed = True
+        if self._boarding is not None:
+            self._boarding.cancel()
+            self._boarding = None
+        calls = list(self._out)
+        tasks = [call.task for call in calls if call.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        entries = [entry for call in calls for entry in call.entries]
+        for entry in [*entries, *self._waiting.values()]:
+            _settle(entry, Failed(_closed()))
+        self._waiting.clear()
+
+    def _depart(self) -> None:
+        self._boarding = None
+        while self._waiting and len(self._out) < self._calls_max and not self._closed:
+            call = _Call(self._board())
+            for entry in call.entries:
+                entry.call = call
+            self.statistics.calls += 1
+            self.statistics.keys += len(call.entries)
+            self._out.add(call)
+            call.task = asyncio.get_running_loop().create_task(self._travel(call))
+            # A callback and not a `finally`: a task cancelled before its first step runs no code.
+            call.task.add_done_callback(lambda _, call=call: self._returned(call))  # type: ignore[misc]
+
+    def _board(self) -> list[_Entry[Lane, Key, Answer]]:
+        lane = next(iter(self._waiting.values())).lane
+        taken: list[_Entry[Lane, Key, Answer]] = []
+        for entry in self._waiting.values():
+            if entry.lane == lane:
+                taken.append(entry)
+                if len(taken) == self._batch_max:
+                    break
+        for entry in taken:
+            del self._waiting[(entry.lane, entry.key)]
+        return taken
+
+    async def _travel(self, call: _Call[Lane, Key, Answer]) -> None:
+        entries = call.entries
+        try:
+            outcomes = await self._ask(entries[0].lane, [entry.key for entry in entries])
+            if len(outcomes) != len(entries):
+                raise errors.InvariantBroken(
+                    f"a call of {len(entries)} searches came back with {len(outcomes)} outcomes"
+                )
+        except Exception as error:  # noqa: BLE001 - each search of the call raises it
+            outcomes = [Failed(error)] * len(entries)
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            _settle(entry, outcome)
+
+    def _returned(self, call: _Call[Lane, Key, Answer]) -> None:
+        self._out.discard(call)
+        self._depart()
+
+    def _leave(
+        self, entry: _Entry[Lane, Key, Answer], waiter: asyncio.Future[Answer | Failed]
+    ) -> None:
+        if waiter not in entry.waiters:
+            return  # Settled in the same pass of the loop: there is nothing left to leave.
+        entry.waiters.remove(waiter)
+        if entry.waiters:
+            return
+        if entry.call is None:
+            self._waiting.pop((entry.lane, entry.key), None)
+        elif entry.call.task is not None and not any(e.waiters for e in entry.call.entries):
+            entry.call.task.cancel()
+
+
+def _settle(entry: _Entry[Lane, Key, Answer], outcome: Answer | Failed) -> None:
+    waiters, entry.waiters = entry.waiters, []
+    for waiter in waiters:
+        if not waiter.done():
+            # A result even for a failure: an exception set on a future whose waiter is cancelled
+            # in the same pass would be reported by the loop as never retrieved.
+            waiter.set_result(outcome)
+
+
+def _own_copy(error: Exception) -> Exception:
+    """An exception of this search's own: raising one object in many tasks mixes tracebacks."""
+    own = copy.copy(error)
+    own.__cause__ = error
+    return own
+
+
+def _closed() -> errors.ProviderFault:
+    return errors.ProviderFault("the retriever's client is closed; no search is taken any more")

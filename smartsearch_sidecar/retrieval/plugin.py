@@ -1,0 +1,242 @@
+"""A retriever of the operator's own: ``provider = "module:factory"``.
+
+``factory()`` is called without arguments, once, and returns any object with the reference's two
+methods::
+
+    fingerprint() -> mapping       JSON values, with corpus_sha256 and index_sha256 (64 hex digits)
+    search(query, top_n=5) -> list of {"id": str, "contents": str, "score"?: number}
+
+and optionally ``close()``, and ``remote = False`` where the passages cannot change under it (unless
+it says so they are watched for drift). What the factory needs it reads from the environment.
+
+The module is imported, the factory called and both methods run in eight threads of this provider's
+own, several at once: **an object that is not safe for threads must lock for itself.** The methods
+are plain functions, not coroutines. A call that never returns holds its thread, but neither the
+loop nor the end of the process: the threads are daemons, which is why they are not an executor's
+(``concurrent.futures`` joins its threads at exit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import queue
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from smartsearch_sidecar import errors
+
+THREADS = 8
+"""As many as a node has slots by default."""
+
+CLOSE_SECONDS = 5.0
+"""For the object's own ``close``; a retriever that hangs must not hold the drain."""
+
+_SPEC = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_T = TypeVar("_T")
+
+
+async def open_plugin(spec: str) -> PluginProvider:
+    """A started provider; raises ``ConfigError`` with the sentence for the operator."""
+    provider = PluginProvider(spec)
+    try:
+        await provider.start()
+    except BaseException:
+        await provider.close()
+        raise
+    return provider
+
+
+class PluginProvider:
+    """Runs a plain Python retriever off the loop. ``name`` is the words of the configuration."""
+
+    def __init__(self, spec: str, *, threads: int = THREADS) -> None:
+        if not _SPEC.fullmatch(spec):
+            raise errors.ConfigError(
+                f"retrieval.provider = {spec!r} cannot be used: it must be bm25, flashrag, or a "
+                "factory of your own as module:factory"
+            )
+        self.name = spec
+        self.remote = True
+        self._threads = _Threads(threads, spec)
+        self._object: Any = None
+
+    async def start(self) -> None:
+        """Imports the module, calls the factory and asks for the first fingerprint."""
+        self._object = await self._threads.run(lambda: _made(self.name))
+        self.remote = getattr(self._object, "remote", True) is not False
+        try:
+            identity = await self.identity()
+        except errors.ProviderFault as error:
+            raise _unusable(self.name, error.message) from error
+        except Exception as error:
+            # The operator's code may raise anything; at start that is a configuration's fault.
+            raise _unusable(self.name, f"fingerprint() raised {_said(error)}") from error
+        for key in ("corpus_sha256", "index_sha256"):
+            digest = identity.get(key)
+            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+                raise _unusable(
+                    self.name, f"fingerprint() names no {key} of 64 lower-case hex digits"
+                )
+
+    async def identity(self) -> Mapping[str, Any]:
+        """The object's fingerprint as JSON values. Raises ``ProviderFault`` where it is none, and
+        whatever ``fingerprint()`` raises.
+        """
+        return await self._threads.run(lambda: _identity(self._object.fingerprint()))
+
+    async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
+        """The object's documents, not yet checked; raises whatever ``search()`` raises."""
+        found: Sequence[Mapping[str, Any]] = await self._threads.run(
+            lambda: _documents(self._object.search(query, top_n=top_n))
+        )
+        return found
+
+    async def close(self) -> None:
+        """Closes the object where it can be closed, bounded; running calls are left behind."""
+        closing = getattr(self._object, "close", None)
+        try:
+            if callable(closing):
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._threads.run(closing)
+        except TimeoutError as error:
+            raise errors.ProviderFault(
+                f"{self.name}: close() took over {CLOSE_SECONDS:g} s and was left behind"
+            ) from error
+        finally:
+            self._threads.stop()
+
+
+class _Threads:
+    """A fixed number of daemon threads that take calls in order."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._count = count
+        self._stopped = False
+        for number in range(count):
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True).start()
+
+    async def run(self, call: Callable[[], _T]) -> _T:
+        """What ``call`` returns or raises. A caller that leaves before its turn frees the turn."""
+        if self._stopped:
+            raise errors.ProviderFault("the retriever is closed; no search is taken any more")
+        future: Future[_T] = Future()
+        self._calls.put((future, call))
+        return await asyncio.wrap_future(future)
+
+    def stop(self) -> None:
+        """Ends each thread after what it is running; calls still queued are cancelled."""
+        if self._stopped:
+            return
+        self._stopped = True
+        while True:
+            try:
+                item = self._calls.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None:
+                item[0].cancel()
+        for _ in range(self._count):
+            self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - raised by the one who waits
+                future.set_exception(_carried(error))
+            else:
+                future.set_result(result)
+            del item, future, call
+
+
+def _carried(error: BaseException) -> Exception:
+    """What may cross from a thread to the loop: these kinds would mean something else there.
+
+    ``StopIteration`` cannot be set on a future (the caller would wait for ever), a cancellation
+    would look like the caller's own, and ``SystemExit`` would end the loop.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
+        return error
+    fault = errors.ProviderFault(f"the retriever raised {type(error).__name__}")
+    fault.__cause__ = error
+    return fault
+
+
+def _made(spec: str) -> object:
+    """Imports, finds, calls and looks over; runs in a thread because imports may take minutes."""
+    module_name, _, factory_name = spec.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        # Importing runs the operator's code: whatever it raises is why it cannot be imported.
+        raise _unusable(
+            spec, f"module {module_name} cannot be imported ({_said(error)})"
+        ) from error
+    try:
+        factory = getattr(module, factory_name)
+    except AttributeError as error:
+        raise _unusable(spec, f"module {module_name} has no {factory_name}") from error
+    if not callable(factory):
+        raise _unusable(spec, f"{factory_name} is a {type(factory).__name__}, not a factory")
+    try:
+        made: object = factory()
+    except (Exception, SystemExit) as error:
+        # The same: the factory is the operator's code.
+        raise _unusable(spec, f"{factory_name}() raised {_said(error)}") from error
+    for method in ("fingerprint", "search"):
+        function = getattr(made, method, None)
+        if not callable(function):
+            raise _unusable(spec, f"what {factory_name}() returned has no method {method}")
+        if inspect.iscoroutinefunction(function):
+            raise _unusable(spec, f"{method} is a coroutine; it must be a plain method")
+    return made
+
+
+def _unusable(spec: str, why: str) -> errors.ConfigError:
+    return errors.ConfigError(f"retrieval.provider = {spec!r} cannot be used: {why}")
+
+
+def _said(error: BaseException) -> str:
+    """Type and first line of an exception of the operator's own code, bounded."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _identity(value: object) -> dict[str, Any]:
+    plain = _plain(value, "fingerprint()")
+    if not isinstance(plain, dict):
+        raise errors.ProviderFault(
+            f"fingerprint() answered a {type(value).__name__}, not a mapping"
+        )
+    return plain
+
+
+def _plain(value: object, where: str) -> Any:
+    """JSON values only, so that two fingerprints compare and can be recorded."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(inner, where) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, where) for inner in value]
+    raise errors.ProviderFault(f"{where} holds a {type(value).__name__}, which is no JSON value")
+
+
+def _documents(value: object) -> Any:
+    """Sequences as lists, drawn in the thread; anything else is the guard's to refuse."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
