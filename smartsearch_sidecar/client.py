@@ -49,9 +49,7 @@ def read_endpoints(path: Path) -> Endpoints:
         raise errors.Unreachable(f"{path} cannot be read as a sidecar's endpoints") from None
 
 
-def find_endpoints(
-    run_directory: Path | None, environ: dict[str, str] | None = None
-) -> Endpoints:
+def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = None) -> Endpoints:
     """The endpoints of a run directory, or of the file the environment names."""
     if run_directory is not None:
         return read_endpoints(run_directory / "endpoints.json")

@@ -32,15 +32,15 @@ class _Masked(logging.Formatter):
         return line
 
 
-def _drop_stack_of_access(
-    logger: WrappedLogger, method: str, event: EventDict
-) -> EventDict:
+def _drop_stack_of_access(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     event.pop("_record", None)
     event.pop("_from_structlog", None)
     return event
 
 
-def configure(secrets: Iterable[str], *, stream: TextIO | None = None, pretty: bool = False) -> None:
+def configure(
+    secrets: Iterable[str], *, stream: TextIO | None = None, pretty: bool = False
+) -> None:
     """One JSON object a line (or readable lines with ``pretty``), for every logger of the process."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
@@ -49,7 +49,9 @@ def configure(secrets: Iterable[str], *, stream: TextIO | None = None, pretty: b
         structlog.processors.format_exc_info,
     ]
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=False) if pretty else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=False)
+        if pretty
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -206,13 +206,11 @@ class Service:
         return await self._recorded(number, answer)
 
     async def _decline(self, call: ExecuteCall, problem: QueryProblem) -> Answer:
-        data: dict[str, Any] = {"reason": problem.value, **verbatim(call)}
+        data = {"reason": problem.value, "env": call.env, "call": call.call}
         item = self._record(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data)
         return await self._recorded(None, (item, _DECLINED_PAYLOAD))
 
-    async def _search(
-        self, number: int, query: str, deadline: float
-    ) -> tuple[Draft, bytes]:
+    async def _search(self, number: int, query: str, deadline: float) -> tuple[Draft, bytes]:
         loop = asyncio.get_running_loop()
         began = loop.time()
         found, outcome = await self.retrieval.find(query, deadline)
@@ -258,16 +256,3 @@ def refuse_as_reference(problem: QueryProblem) -> None:
     cause = reference_refusal(problem)
     if cause is not None:
         raise errors.QueryRefused(f"the query is not searched: {problem.value}", cause=cause)
-
-
-def verbatim(call: ExecuteCall) -> dict[str, str]:
-    """``env`` and ``call`` as sent; text with lone surrogates, which UTF-8 cannot hold, escaped.
-
-    ``call_escaped`` is ``call`` with every lone surrogate (and backslash) as a Python escape.
-    """
-    try:
-        call.call.encode()
-    except UnicodeEncodeError:
-        escaped = call.call.encode("unicode_escape").decode("ascii")
-        return {"env": call.env, "call_escaped": escaped}
-    return {"env": call.env, "call": call.call}

@@ -44,9 +44,9 @@ async def check(service: Service, seconds: float) -> str:
     return "pending" if _pending(service) else "healthy"
 
 
-async def health_report(service: Service, *, settle: float) -> dict[str, Any]:
+async def health_report(service: Service, *, settle_seconds: float) -> dict[str, Any]:
     """The body of ``/health``: the state, the counts the reference gives, and the first cause."""
-    state = await check(service, settle)
+    state = await check(service, settle_seconds)
     return {"state": state, **counts(service)}
 
 

@@ -22,7 +22,11 @@ def verification(what: str = "verifying the index") -> Iterator[Callable[[int, i
         yield _plain(what)
         return
     bar = Progress(
-        TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console,
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
         transient=True,
     )
     task = bar.add_task(what, total=None)

@@ -204,7 +204,9 @@ class Guard:
 def _document(item: Any, position: int) -> dict[str, Any]:
     """One document of the provider as plain values, or ``DocumentInvalid`` with its position."""
     if not isinstance(item, Mapping):
-        raise errors.DocumentInvalid(f"document {position} is a {type(item).__name__}, not a mapping")
+        raise errors.DocumentInvalid(
+            f"document {position} is a {type(item).__name__}, not a mapping"
+        )
     if not _FIELDS.issuperset(item):
         raise errors.DocumentInvalid(f"document {position} has a field besides id, contents, score")
     values = {}

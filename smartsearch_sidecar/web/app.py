@@ -137,11 +137,91 @@ class App:
 
     async def _read_body(self, request: EdgeRequest, bytes_max: int) -> bytes:
         headers = request.headers
-        body = await self._read_body(request, REASON_BYTES_MAX)
+        length = declared_length(
+            "Transfer-Encoding" in headers, headers.getall("Content-Length", []), bytes_max
+        )
+        require_json(headers.get("Content-Type", ""))
+        return await request.body(length, self._body_seconds)
+
+    def _hand_over(self, request: EdgeRequest, service: Service, answer: Answer) -> Reply:
+        number = answer.number
+        head = response_head(200, len(answer.payload), close=not request.keep_alive)
+        return request.deliver(
+            head, answer.payload, lambda stage: service.undelivered(number, stage)
+        )
+
+    async def _wait_ready(self, deadline: float) -> Service:
         try:
+            async with asyncio.timeout_at(deadline):
+                await self._ready.wait()
+        except TimeoutError:
+            raise errors.Busy("the index was still loading at the request's deadline") from None
+        if self._service is None:
+            raise errors.InvariantBroken("ready without a service")
+        return self._service
+
+    async def _refused(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
+        """An answer of the table; a refusal that closes the latch is durable before it is sent."""
+        if self._service is not None:
+            try:
+                await self._service.refuse(exc)
+            except errors.LedgerFailed as failure:
+                exc = failure
+        elif exc.cause is not None:
+            self._early = self._early or exc
+        return self._error(request, exc)
+
+    def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
+        return request.refuse(STATUS[exc.code], error_payload(exc.code))
+
+    def _probe(self, request: EdgeRequest, raw: str) -> Reply:
+        if request.method != "GET":
+            return self._error(request, errors.MethodNotAllowed("probes are read"))
+        if raw == "/livez":
+            return self._json(request, 200, {"status": "alive"})
+        ready = self._service is not None and not self._service.state.closed
+        return self._json(
+            request, 200 if ready else 503, {"status": "ready" if ready else "not_ready"}
+        )
+
+    def _json(self, request: EdgeRequest, status: int, value: Any) -> Reply:
+        payload = orjson.dumps(value)
+        return request.deliver(
+            response_head(status, len(payload), close=not request.keep_alive), payload
+        )
+
+    # --- internal routes -----------------------------------------------------------------------------------
+
+    async def _dispatch_internal(self, request: EdgeRequest, target: Target) -> Reply:
+        methods = self._internal.get(target.segments)
+        if methods is None:
+            raise errors.NoSuchPage("no internal route of this name")
+        handler = methods.get(request.method)
+        if handler is None:
+            raise errors.MethodNotAllowed("not with this method")
+        status, value = await handler(request, target)
+        return self._json(request, status, value)
+
+    def _need_service(self) -> Service:
+        if self._service is None:
+            raise errors.NotReady("the index is still loading")
+        return self._service
+
+    async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        report = await health_report(service, settle_seconds=_settle_seconds(target.query))
+        return (200 if report["state"] == "healthy" else 503), report
+
+    async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        return 200, status_report(self._need_service())
+
+    async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        try:
+            body = await self._read_body(request, REASON_BYTES_MAX)
             reason = orjson.loads(body)["reason"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            reason = None
+        except (errors.EdgeRefusal, orjson.JSONDecodeError, KeyError, TypeError):
+            reason = None  # an operator's slip must not close the latch under another name
         if not isinstance(reason, str) or not reason.strip():
             raise errors.OperatorRequest('send {"reason": "why"}')
         service.close_latch("operator", detail=reason)

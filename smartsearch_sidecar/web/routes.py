@@ -59,9 +59,7 @@ SENTENCE: dict[str, str] = {
 
 def error_payload(code: str) -> bytes:
     """The JSON body of an error answer."""
-    return orjson.dumps(
-        {"error": {"code": code, "message": SENTENCE[code], "retryable": False}}
-    )
+    return orjson.dumps({"error": {"code": code, "message": SENTENCE[code], "retryable": False}})
 
 
 @dataclass(frozen=True, slots=True)
