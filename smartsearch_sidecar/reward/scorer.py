@@ -1,0 +1,262 @@
+"""The pinned scorer, run as it is, with its transport taken out.
+
+All arithmetic, prompts and parsing stay the source's. What is changed is only where its functions
+meet the world: ``generate_response`` is ours, ``print`` goes nowhere, and nothing but function
+definitions of the file is executed (its imports are not).
+
+Two passes: the verdicts do not influence which prompts are asked, so a first pass with placeholder
+verdicts collects the prompts, somebody sends them side by side, and a second pass computes with the
+answers and must ask for exactly the same prompts in the same order.
+
+Blocking and pure: call it from a worker thread. Every call has a namespace of its own, so any
+number of threads may score at once. The digest of the source on disk is the business of
+``VerifiedSource.recheck``, asked before and after each score.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final, Literal, TypeAlias, Union
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.reward.source import VerifiedSource
+
+Answers: TypeAlias = str | Sequence[str]
+"""Ground truth as the dataset has it: one string, or a sequence of them."""
+
+ENTRY: Final = "compute_score_with_format"
+TRANSPORT: Final = "generate_response"
+EXTRACTION: Final = "get_model_score"
+
+STOP: Final = "</answer>"
+"""What the helper stops at and therefore does not return; the source appends it to every text."""
+
+_PLACEHOLDER: Final = f"<answer>0{STOP}"
+"""What the first pass answers; its rewards are thrown away."""
+
+
+@dataclass(frozen=True)
+class VerdictCounts:
+    """How many verdicts were ``0``, ``1``, or something the scorer silently takes for correct."""
+
+    zero: int = 0
+    one: int = 0
+    other: int = 0
+
+
+class Scorer:
+    """Computes rewards with one verified source.
+
+    Args:
+        source: the verified file.
+
+    Raises:
+        ScorerSourceError: the file does not compile, or lacks one of the functions we lean on.
+    """
+
+    def __init__(self, source: VerifiedSource) -> None:
+        self.source = source
+        self._code = _functions(source)
+
+    def collect_prompts(self, solution_str: str, ground_truth: Answers) -> tuple[str, ...]:
+        """The prompts the scorer will ask, in order, without asking anybody.
+
+        Raises:
+            TemplateDiffers: the scorer cannot read the text.
+            ScorerFailed: it raised.
+        """
+        prompts: list[str] = []
+
+        def record(prompt: str) -> str:
+            prompts.append(prompt)
+            return _PLACEHOLDER
+
+        _refuse_reason(self._run(record, solution_str, ground_truth))
+        return tuple(prompts)
+
+    def score(
+        self,
+        solution_str: str,
+        ground_truth: Answers,
+        answers: Sequence[tuple[str, str]],
+    ) -> float:
+        """The reward, given the helper's answers to the prompts of the first pass.
+
+        Args:
+            solution_str: prompt and response, decoded together, special tokens kept.
+            ground_truth: the reference answers.
+            answers: pairs of prompt and the helper's text (without the stop string), in order.
+
+        Raises:
+            PromptsDiffer: the scorer asked for other prompts, more, or fewer.
+            TemplateDiffers, ScorerFailed, NonFiniteReward: see ``errors``.
+        """
+        left = iter(answers)
+
+        def replay(prompt: str) -> str:
+            expected, text = next(left, (None, ""))
+            if prompt != expected:
+                raise errors.PromptsDiffer(
+                    "the scorer's second pass asked another prompt than its first pass did at this "
+                    "place; the source is not deterministic, score with reward.side_by_side = false"
+                )
+            return text + STOP
+
+        value = self._run(replay, solution_str, ground_truth)
+        unused = sum(1 for _ in left)
+        if unused:
+            raise errors.PromptsDiffer(
+                f"the scorer's second pass left {unused} of {len(answers)} prompts unasked; the "
+                "source is not deterministic, score with reward.side_by_side = false"
+            )
+        return _reward(value)
+
+    def score_serial(
+        self, solution_str: str, ground_truth: Answers, ask: Callable[[str], str]
+    ) -> float:
+        """The reward in one pass, each prompt asked when the scorer asks it.
+
+        Args:
+            ask: prompt to the helper's text (without the stop string). What it raises ends the
+                score and comes out of here unchanged, even if the source would swallow it.
+
+        Raises:
+            TemplateDiffers, ScorerFailed, NonFiniteReward: see ``errors``.
+        """
+        return _reward(self._run(lambda prompt: ask(prompt) + STOP, solution_str, ground_truth))
+
+    def verdict(self, text: str) -> Literal["0", "1", "other"]:
+        """What the scorer reads in one helper text (without the stop string)."""
+        functions = self._functions(lambda _prompt: text + STOP)
+        found = _call(self.source, functions[EXTRACTION], "")
+        if not isinstance(found, str):
+            return "other"
+        return "0" if found == "0" else "1" if found == "1" else "other"
+
+    def verdicts(self, texts: Iterable[str]) -> VerdictCounts:
+        """Counts the verdicts of helper texts by the scorer's own extraction."""
+        counted = Counter(self.verdict(text) for text in texts)
+        return VerdictCounts(zero=counted["0"], one=counted["1"], other=counted["other"])
+
+    def _run(self, transport: Callable[[str], str], solution_str: str, answers: Answers) -> object:
+        """One call of the entry. A failed transport is the outcome, whatever the source made of it:
+        the source's own transport swallows failures, and that raised rewards.
+        """
+        failed: list[BaseException] = []
+
+        def guarded(prompt: str) -> str:
+            if failed:
+                raise failed[0]
+            try:
+                return transport(prompt)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        # Over JSON a sequence is a list, and the prompts show it: a tuple must not read otherwise.
+        truth = answers if isinstance(answers, str) else list(answers)
+        functions = self._functions(guarded)
+        value: object = None
+        try:
+            value = _call(self.source, functions[ENTRY], None, solution_str, truth)
+        except errors.ScorerFailed:
+            if not failed:
+                raise
+        if failed:
+            raise failed[0]
+        return value
+
+    def _functions(self, transport: Callable[[str], str]) -> dict[str, Any]:
+        names: dict[str, Any] = {
+            "re": re,
+            "string": string,
+            "Counter": Counter,
+            "Union": Union,
+            "List": list,
+            "print": _silent,
+            TRANSPORT: transport,
+        }
+        exec(self._code, names)  # noqa: S102 - function definitions of the source pinned by digest
+        return names
+
+
+def _silent(*_words: object, **_options: object) -> None:
+    """The source prints each row's verdicts; in a server that is noise, and it names rollouts."""
+
+
+def _functions(source: VerifiedSource) -> CodeType:
+    """The function definitions of the source, compiled with its ``assert`` statements kept.
+
+    ``dont_inherit``: the future imports of this file are not the source's. ``optimize=0``: the
+    source relies on ``assert`` to find a missing answer, so under ``-O`` its rewards change.
+    """
+    try:
+        tree = ast.parse(source.text, filename=str(source.path))
+    except (SyntaxError, ValueError) as error:
+        raise errors.ScorerSourceError(
+            f"the scorer's source {source.path} is not Python this interpreter can compile "
+            f"({type(error).__name__}, line {getattr(error, 'lineno', None)})"
+        ) from error
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    missing = {ENTRY, TRANSPORT, EXTRACTION} - {node.name for node in found}
+    if missing:
+        raise errors.ScorerSourceError(
+            f"the scorer's source {source.path} has no function {', '.join(sorted(missing))}; "
+            "pin the trainer's re_call.py"
+        )
+    kept: list[ast.stmt] = [node for node in found if node.name != TRANSPORT]
+    module = ast.Module(body=kept, type_ignores=[])
+    return compile(module, str(source.path), "exec", dont_inherit=True, optimize=0)
+
+
+def _call(source: VerifiedSource, function: Callable[..., Any], *arguments: object) -> Any:
+    """Calls into the source. What it raises is named by type and line: its own message could hold
+    the rollout or the reference answers.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001 - any failure of foreign code is one named failure
+        raise errors.ScorerFailed(
+            f"the scorer raised {type(error).__name__} at line {_line(source, error)} of "
+            f"{source.path.name}; no reward was made up"
+        ) from None
+
+
+def _line(source: VerifiedSource, error: Exception) -> int | None:
+    """The deepest line of the source on the way to ``error``."""
+    line, step = None, error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == str(source.path):
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
+
+
+def _refuse_reason(value: object) -> None:
+    """The source answers ``(0, reason)`` for a text it cannot read; the pinned trainer would train
+    on that zero. The policy cannot cause it: user turn and fourth ``<think>`` are in the prompt.
+    """
+    if isinstance(value, tuple):
+        reason = value[1] if len(value) > 1 and isinstance(value[1], str) else "no reason"
+        raise errors.TemplateDiffers(
+            f"the scorer cannot read this text ({reason[:80]}): the chat template differs from the "
+            "pinned one, or special tokens were skipped in decoding"
+        )
+
+
+def _reward(value: object) -> float:
+    _refuse_reason(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise errors.ScorerFailed(
+            f"the scorer returned {type(value).__name__}, not a number; no reward was made up"
+        )
+    if not -sys.float_info.max <= value <= sys.float_info.max:
+        raise errors.NonFiniteReward("the scorer returned a number that is not finite")
+    return float(value)
