@@ -27,8 +27,9 @@ from smartsearch_sidecar.claim import build_claim
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract import ExecuteRules
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, Disk, RunFiles
-from smartsearch_sidecar.ledger.record import Kind, claim_digest, draft
+from smartsearch_sidecar.ledger.record import Kind, claim_digest
 from smartsearch_sidecar.ledger.writer import Writer
+from smartsearch_sidecar.recorder import Recorder
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.provider import Provider
@@ -140,7 +141,7 @@ class Daemon:
         await self._wind_down(service, server, listening)
         return EXIT_LATCHED if service.state.closed else EXIT_FINE
 
-    # --- building ------------------------------------------------------------------------------------
+    # --- building ---------------------------------------------------------------------------------
 
     def _edge(self) -> EdgeServer:
         return serve(
@@ -193,20 +194,22 @@ class Daemon:
         claim = build_claim(self.config, guard.identity, guard.identity_sha256)
         self.files.create_only(CLAIM, claim)
         state = RunState()
-        retrieval = Retrieval(guard, cache_bytes=self.config.retrieval.cache_mib * MIB)
-        service: Service
+        recorder: Recorder
         writer = Writer(
             self.files,
             seq=0,
             head=claim_digest(claim),
             segment_bytes_max=self.config.ledger.segment_mib * MIB,
-            on_failure=lambda failure: service.ledger_failed(failure),
+            on_failure=lambda failure: recorder.ledger_failed(failure),
         )
-        service = Service(
-            state=state,
-            writer=writer,
+        recorder = Recorder(state, writer)
+        writer.start()
+        claimed = {"max_calls": execute.max_calls, "claim_sha256": claim_digest(claim)}
+        await recorder.record(Kind.RUN_CLAIMED, None, claimed)
+        return Service(
+            recorder=recorder,
             slots=Slots(execute.slots, execute.waiting_max),
-            retrieval=retrieval,
+            retrieval=Retrieval(guard, cache_bytes=self.config.retrieval.cache_mib * MIB),
             policy=ServicePolicy(
                 rules=ExecuteRules(
                     execute.environment, frozenset(execute.accepted_environment_sha256)
@@ -216,19 +219,13 @@ class Daemon:
                 latch_undelivered=execute.on_undelivered == "latch",
             ),
         )
-        writer.start()
-        data = {"max_calls": execute.max_calls, "claim_sha256": claim_digest(claim)}
-        item = draft(Kind.RUN_CLAIMED, None, data)
-        state.fold(item.record)
-        await writer.post_for_receipt(item)
-        return service
 
     def _endpoints(self, port: int) -> Endpoints:
         host = self.config.server.host
         base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return Endpoints(f"{base}/{self._execute}", f"{base}/{self._internal}", os.getpid())
 
-    # --- closing ---------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------
 
     async def _wind_down(
         self, service: Service, server: EdgeServer, listening: list[asyncio.Server]
@@ -259,10 +256,8 @@ class Daemon:
             "retrieval_attempts": state.attempts,
             "retrieval_responses": state.responses,
         }
-        item = draft(Kind.RUN_CLOSED, None, data)
-        state.fold(item.record)
         try:
-            await service.writer.post_for_receipt(item)
+            await service.recorder.record(Kind.RUN_CLOSED, None, data)
         except errors.LedgerFailed as failure:
             self._log.error("the end could not be recorded", reason=failure.message)
 

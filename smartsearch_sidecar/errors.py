@@ -31,7 +31,7 @@ class SidecarError(Exception):
         return str(self.args[0]) if self.args else self.code
 
 
-# --- misuse: somebody ran us wrongly; a command ends with exit 2 -----------------------------------
+# --- misuse: somebody ran us wrongly; a command ends with exit 2 ----------------------------------
 
 
 class UsageError(SidecarError):
@@ -76,7 +76,7 @@ class NotAvailable(UsageError):
     code: ClassVar[str] = "not_available"
 
 
-# --- the edge: bytes that are not a request of ours -------------------------------------------------
+# --- the edge: bytes that are not a request of ours -----------------------------------------------
 
 
 class EdgeRefusal(SidecarError):
@@ -130,7 +130,7 @@ class BadMessage(EdgeRefusal):
     cause = "http_bad_message"
 
 
-# --- the operator: an internal request that cannot be served; never closes the latch -------------------
+# --- the operator: an internal request that cannot be served; never closes the latch --------------
 
 
 class OperatorRequest(SidecarError):
@@ -151,7 +151,7 @@ class NotReady(SidecarError):
     code: ClassVar[str] = "not_ready"
 
 
-# --- the contract: a request that says something we do not serve -------------------------------------
+# --- the contract: a request that says something we do not serve ----------------------------------
 
 
 class InvalidRequest(SidecarError):
@@ -185,7 +185,7 @@ class TaggedQuery(SidecarError):
     cause = "retrieval_failed"
 
 
-# --- the client: it was gone before its answer was handed over -----------------------------------------
+# --- the client: it was gone before its answer was handed over ------------------------------------
 
 
 class ClientGone(SidecarError):
@@ -194,7 +194,7 @@ class ClientGone(SidecarError):
     code: ClassVar[str] = "response_undelivered"
 
 
-# --- overload and the run's own limits --------------------------------------------------------------
+# --- overload and the run's own limits ------------------------------------------------------------
 
 
 class Busy(SidecarError):
@@ -217,7 +217,7 @@ class LatchClosed(SidecarError):
     code: ClassVar[str] = "retrieval_failed"
 
 
-# --- the provider: what a search did to us ------------------------------------------------------------
+# --- the provider: what a search did to us --------------------------------------------------------
 
 
 class RetrievalError(SidecarError):
@@ -267,7 +267,7 @@ class RequestCancelled(SidecarError):
     cause = "request_cancelled"
 
 
-# --- the ledger ----------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 
 class LedgerFailed(SidecarError):
@@ -283,7 +283,7 @@ class LedgerCorrupt(SidecarError):
     code: ClassVar[str] = "ledger_corrupt"
 
 
-# --- a broken invariant of our own ---------------------------------------------------------------------
+# --- a broken invariant of our own ----------------------------------------------------------------
 
 
 class InvariantBroken(SidecarError):
@@ -293,7 +293,7 @@ class InvariantBroken(SidecarError):
     cause = "internal_error"
 
 
-# --- reward: why a score was refused or failed ---------------------------------------------------------
+# --- reward: why a score was refused or failed ----------------------------------------------------
 #
 # Two of these are misuse (found before the first request); all others are met while a run is live,
 # and each closes the latch under its own name: the pinned trainer swallows an exception and scores

@@ -87,7 +87,7 @@ class RunState:
     checkpoints_accepted: int = 0
     checkpoints_refused: int = 0
 
-    # --- decisions ------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -116,7 +116,7 @@ class RunState:
             )
         return self.attempts + 1
 
-    # --- the fold ---------------------------------------------------------------------------------------
+    # --- the fold ---------------------------------------------------------------------------------
 
     def fold(self, record: Record) -> None:
         """Applies one record. Raises ``LedgerCorrupt`` for a record that cannot follow this state."""

@@ -5,15 +5,14 @@ record ``answered``, synced -> free the slot -> hand over -> record ``delivery.l
 had gone.
 
 Deciding is synchronous: a decision is read off the state, encoded, folded and posted in one step of
-the loop (``_record``). Whatever holds something settles it in the same step in which it learns of
-the end, also when it is cancelled: a settlement is never awaited, only its receipt is.
+the loop (``recorder.py``). Whatever holds something settles it in the same step in which it learns
+of the end, also when it is cancelled: a settlement is never awaited, only its receipt is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +27,9 @@ from smartsearch_sidecar.contract import (
     reference_refusal,
     render_execute,
 )
-from smartsearch_sidecar.ledger.record import Draft, Kind, Record, draft
-from smartsearch_sidecar.ledger.writer import Receipt, Writer
+from smartsearch_sidecar.ledger.record import Draft, Kind
+from smartsearch_sidecar.recorder import Recorder
 from smartsearch_sidecar.retrieval.cache import Retrieval
-from smartsearch_sidecar.runstate import Cause, RunState
 
 _DECLINED_PAYLOAD = render_execute(DECLINED_RESULT)
 
@@ -67,86 +65,33 @@ class Service:
     def __init__(
         self,
         *,
-        state: RunState,
-        writer: Writer,
+        recorder: Recorder,
         slots: Slots,
         retrieval: Retrieval,
         policy: ServicePolicy,
     ) -> None:
-        self.state = state
-        self.writer = writer
+        self.recorder = recorder
+        self.state = recorder.state
+        self.writer = recorder.writer
         self.slots = slots
         self.retrieval = retrieval
         self.policy = policy
-        self.refused: Counter[str] = Counter()
-        self.latched = asyncio.Event()
-        self._latch_receipt: asyncio.Future[Receipt] | None = None
-
-    # --- recording ------------------------------------------------------------------------------------
-
-    def _record(
-        self,
-        kind: Kind,
-        number: int | None,
-        data: Mapping[str, Any],
-        documents_json: bytes | None = None,
-    ) -> Draft:
-        """Encodes and folds a decision; the caller posts it in the same step."""
-        item = draft(kind, number, data, documents_json=documents_json)
-        self.state.fold(item.record)
-        return item
-
-    def close_latch(
-        self, cause: str, *, number: int | None = None, consumed: bool = False, detail: str = ""
-    ) -> None:
-        """Closes the latch with its first cause; later causes are only counted. Never raises."""
-        if self.state.closed:
-            return
-        value = Cause(cause, number, consumed, detail)
-        item = self._record(Kind.LATCH_CLOSED, number, value.as_data())
-        self.latched.set()
-        try:
-            self._latch_receipt = self.writer.post_for_receipt(item)
-        except errors.LedgerFailed:
-            return  # the ledger is beyond saying so; the state refuses all the same
-
-    def ledger_failed(self, failure: errors.LedgerFailed) -> None:
-        """Told once by the writer: the door closes at once, whatever the disk can still take."""
-        if not self.state.closed:
-            value = Cause("ledger_failed", None, False, failure.message)
-            self.state.fold(Record(Kind.LATCH_CLOSED.value, None, value.as_data()))
-        self.latched.set()
-
-    async def refuse(self, exc: errors.SidecarError) -> None:
-        """Counts a refusal, closes the latch where it must, and returns once that is durable."""
-        self.refused[exc.cause or exc.code] += 1
-        if exc.cause is not None:
-            self.close_latch(exc.cause, detail=exc.message)
-            await self.latch_durable()
-
-    async def latch_durable(self) -> None:
-        """Returns once a closed latch is on disk; raises ``LedgerFailed`` where it cannot be."""
-        receipt = self._latch_receipt
-        if receipt is not None and not receipt.done():
-            await asyncio.shield(receipt)
-        if self.writer.failure is not None:
-            raise self.writer.failure
 
     def undelivered(self, number: int | None, stage: str) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""
         if self.writer.failure is not None:
             return
-        self.refused["response_undelivered"] += 1
-        self.writer.post(self._record(Kind.DELIVERY_LOST, number, {"stage": stage}))
+        self.recorder.refused["response_undelivered"] += 1
+        self.recorder.post(Kind.DELIVERY_LOST, number, {"stage": stage})
         if self.policy.latch_undelivered:
-            self.close_latch(
+            self.recorder.close_latch(
                 "response_undelivered",
                 number=number,
                 consumed=number is not None,
                 detail=f"the client had gone before its answer was handed to it ({stage})",
             )
 
-    # --- /execute ---------------------------------------------------------------------------------------
+    # --- /execute ---------------------------------------------------------------------------------
 
     async def execute(self, body: bytes, *, began: float, gone: Callable[[], bool]) -> Answer:
         """Serves one ``/execute`` body; ``began`` is the loop's clock at its first byte.
@@ -168,7 +113,7 @@ class Service:
                 self.state.refuse_closed()
             return answer
         except errors.SidecarError as exc:
-            await self.refuse(exc)
+            await self.recorder.refuse(exc)
             raise
 
     async def _serve(self, body: bytes, deadline: float, gone: Callable[[], bool]) -> Answer:
@@ -185,7 +130,9 @@ class Service:
         await self.retrieval.guard.check_identity()
         number = self.state.admit_search()
         self.writer.post(
-            self._record(Kind.RETRIEVAL_REQUESTED, number, {"env": call.env, "call": call.call})
+            self.recorder.fold(
+                Kind.RETRIEVAL_REQUESTED, number, {"env": call.env, "call": call.call}
+            )
         )
         try:
             if call.problem is not None:
@@ -207,7 +154,7 @@ class Service:
 
     async def _decline(self, call: ExecuteCall, problem: QueryProblem) -> Answer:
         data = {"reason": problem.value, "env": call.env, "call": call.call}
-        item = self._record(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data)
+        item = self.recorder.fold(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data)
         return await self._recorded(None, (item, _DECLINED_PAYLOAD))
 
     async def _search(self, number: int, query: str, deadline: float) -> tuple[Draft, bytes]:
@@ -217,7 +164,7 @@ class Service:
         data: dict[str, Any] = {"cache": outcome, "took_us": int((loop.time() - began) * 1e6)}
         if found.dropped:
             data["dropped"] = [dict(item) for item in found.dropped]
-        item = self._record(
+        item = self.recorder.fold(
             Kind.RETRIEVAL_ANSWERED, number, data, documents_json=found.documents_json
         )
         return item, found.payload
@@ -239,7 +186,7 @@ class Service:
         cause = exc.cause or exc.code
         try:
             self.writer.post(
-                self._record(
+                self.recorder.fold(
                     Kind.RETRIEVAL_FAILED,
                     number,
                     {"code": exc.code, "cause": cause, "detail": exc.message},
@@ -248,7 +195,7 @@ class Service:
         except errors.LedgerFailed:
             return  # the ledger failed first, and that is the cause
         if exc.cause is not None:
-            self.close_latch(exc.cause, number=number, consumed=True, detail=exc.message)
+            self.recorder.close_latch(exc.cause, number=number, consumed=True, detail=exc.message)
 
 
 def refuse_as_reference(problem: QueryProblem) -> None:

@@ -38,7 +38,7 @@ async def check(service: Service, seconds: float) -> str:
         try:
             await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
-            service.close_latch(exc.cause or exc.code, detail=exc.message)
+            service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
     if service.state.closed or service.writer.failure is not None:
         return "failed"
     return "pending" if _pending(service) else "healthy"
@@ -63,7 +63,7 @@ def counts(service: Service) -> dict[str, Any]:
         "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
         "declined": dict(state.declined_by),
         "cache": dict(state.cache),
-        "refused": dict(service.refused),
+        "refused": dict(service.recorder.refused),
         "restarts": state.restarts,
         "ledger": {"seq": service.writer.seq, "head": service.writer.head},
         "cause": None if state.cause is None else state.cause.as_data(),

@@ -34,7 +34,7 @@ Internal = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
 
 class App:
-    """One run's routes. ``service`` is set once, when the provider is loaded and the run claimed."""
+    """One run's routes. The service comes once, when the provider is loaded and the run claimed."""
 
     def __init__(
         self,
@@ -62,10 +62,12 @@ class App:
         """Opens the door. Refusals from before close the latch now, the first one first."""
         self._service = service
         if self._early is not None and self._early.cause is not None:
-            service.close_latch(self._early.cause, detail=f"while loading: {self._early.message}")
+            service.recorder.close_latch(
+                self._early.cause, detail=f"while loading: {self._early.message}"
+            )
         self._ready.set()
 
-    # --- what the edge observes ----------------------------------------------------------------------
+    # --- what the edge observes -------------------------------------------------------------------
 
     def malformed(self, reason: str, authenticated: bool) -> None:
         """Bytes the parser refused; only those of our own client touch the run."""
@@ -73,7 +75,7 @@ class App:
             self._close(errors.BadMessage(f"bytes that are not HTTP ({reason})"))
 
     def overflow(self) -> None:
-        """A connection over ``server.connections_max`` was refused: it may have been a rollout's."""
+        """A connection over ``server.connections_max`` was refused, perhaps a rollout's."""
         self._log.error("connections_max reached; a connection was refused")
         self._close(errors.Busy("server.connections_max was reached and a connection refused"))
 
@@ -88,10 +90,10 @@ class App:
         if self._service is None:
             self._early = self._early or exc
         else:
-            self._service.refused[exc.cause] += 1
-            self._service.close_latch(exc.cause, detail=exc.message)
+            self._service.recorder.refused[exc.cause] += 1
+            self._service.recorder.close_latch(exc.cause, detail=exc.message)
 
-    # --- dispatch ----------------------------------------------------------------------------------------
+    # --- dispatch ---------------------------------------------------------------------------------
 
     async def handle(self, request: EdgeRequest) -> Reply:
         """Every request of every route."""
@@ -164,7 +166,7 @@ class App:
         """An answer of the table; a refusal that closes the latch is durable before it is sent."""
         if self._service is not None:
             try:
-                await self._service.refuse(exc)
+                await self._service.recorder.refuse(exc)
             except errors.LedgerFailed as failure:
                 exc = failure
         elif exc.cause is not None:
@@ -190,7 +192,7 @@ class App:
             response_head(status, len(payload), close=not request.keep_alive), payload
         )
 
-    # --- internal routes -----------------------------------------------------------------------------------
+    # --- internal routes --------------------------------------------------------------------------
 
     async def _dispatch_internal(self, request: EdgeRequest, target: Target) -> Reply:
         methods = self._internal.get(target.segments)
@@ -224,8 +226,8 @@ class App:
             reason = None  # an operator's slip must not close the latch under another name
         if not isinstance(reason, str) or not reason.strip():
             raise errors.OperatorRequest('send {"reason": "why"}')
-        service.close_latch("operator", detail=reason)
-        await service.latch_durable()
+        service.recorder.close_latch("operator", detail=reason)
+        await service.recorder.latch_durable()
         return 200, status_report(service)
 
 
