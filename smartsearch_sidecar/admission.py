@@ -1,7 +1,7 @@
 """Slots: at most so many requests in service, a bounded first-come room for those who wait.
 
-The slots are an ``asyncio.Semaphore``, which serves waiters in order; around it stand a bound on the
-room and one deadline per request. A free slot costs no timer and no suspension.
+The slots are an ``asyncio.Semaphore``, which serves waiters in order; around it stand a bound on
+the room and one deadline per request. A free slot costs no timer and no suspension.
 """
 
 from __future__ import annotations

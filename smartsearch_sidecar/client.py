@@ -43,7 +43,7 @@ def read_endpoints(path: Path) -> Endpoints:
         return Endpoints(str(value["sandbox_url"]), str(value["internal_url"]))
     except FileNotFoundError:
         raise errors.Unreachable(
-            f"{path} does not exist: no sidecar serves this run (it writes the file when it is ready)"
+            f"{path} does not exist: no sidecar serves this run (it writes the file when ready)"
         ) from None
     except (OSError, ValueError, KeyError, TypeError):
         raise errors.Unreachable(f"{path} cannot be read as a sidecar's endpoints") from None

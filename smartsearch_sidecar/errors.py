@@ -232,7 +232,7 @@ class ProviderFault(RetrievalError):
 
 
 class ProviderTransport(ProviderFault):
-    """The provider could not be reached, or the exchange broke: the only kind that may be retried."""
+    """The provider was not reached, or the exchange broke: the only kind that may be retried."""
 
 
 class IdentityChanged(RetrievalError):
@@ -287,7 +287,7 @@ class LedgerCorrupt(SidecarError):
 
 
 class InvariantBroken(SidecarError):
-    """Something this package promises itself does not hold; ``assert`` would vanish under ``-O``."""
+    """What this package promises itself does not hold; ``assert`` would vanish under ``-O``."""
 
     code: ClassVar[str] = "internal_error"
     cause = "internal_error"

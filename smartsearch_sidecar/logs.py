@@ -41,7 +41,7 @@ def _drop_stack_of_access(logger: WrappedLogger, method: str, event: EventDict) 
 def configure(
     secrets: Iterable[str], *, stream: TextIO | None = None, pretty: bool = False
 ) -> None:
-    """One JSON object a line (or readable lines with ``pretty``), for every logger of the process."""
+    """One JSON object a line (readable text with ``pretty``), for every logger of the process."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,

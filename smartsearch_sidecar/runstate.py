@@ -1,7 +1,7 @@
 """The state of a run: what is admitted, counted and closed. No I/O, no time, no randomness.
 
-Theory. A run is OPEN until its first failure and CLOSED from then on for good; the first cause wins.
-Every change is a record, and the state is nothing but the fold of the records in order: ``fold``
+Theory. A run is OPEN until its first failure and CLOSED from then on for good; the first cause
+wins. Every change is a record, and the state is nothing but the fold of the records in order: ``fold``
 serves the running process, resume, verify and the operator's page alike. A decision is made by
 reading the state (``admit_search``), written down as a record, folded at once, and handed to the
 writer in the same step of the loop, so that the order of folding is the order of the journal.
@@ -119,7 +119,7 @@ class RunState:
     # --- the fold ---------------------------------------------------------------------------------
 
     def fold(self, record: Record) -> None:
-        """Applies one record. Raises ``LedgerCorrupt`` for a record that cannot follow this state."""
+        """Applies one record. Raises ``LedgerCorrupt`` for one that cannot follow this state."""
         step = _STEPS.get(record.kind)
         if step is None:
             raise errors.LedgerCorrupt(f"no rule folds a {record.kind} record")

@@ -105,8 +105,8 @@ class Capabilities:
 def declared_length(transfer_encoding: bool, lengths: list[str], bytes_max: int) -> int:
     """The body's length in bytes.
 
-    Raises ``InvalidBody`` unless it is declared exactly once in decimal digits, ``BodySize`` outside
-    1 to ``bytes_max``.
+    Raises ``InvalidBody`` unless it is declared exactly once in decimal digits, ``BodySize``
+    outside 1 to ``bytes_max``.
     """
     if transfer_encoding or len(lengths) != 1:
         raise errors.InvalidBody("the body's length is not declared exactly once")
