@@ -100,7 +100,8 @@ class PluginProvider:
 
     async def close(self) -> None:
         """Closes the object where it can be closed, bounded; running calls are left behind."""
-        closing = getattr(self._object, "close", None)
+        made, self._object = self._object, None
+        closing = getattr(made, "close", None)
         try:
             if callable(closing):
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -128,13 +129,13 @@ class _Threads:
     async def run(self, call: Callable[[], _T]) -> _T:
         """What ``call`` returns or raises. A caller that leaves before its turn frees the turn."""
         if self._stopped:
-            raise errors.ProviderFault("the retriever is closed; no search is taken any more")
+            raise _closed()
         future: Future[_T] = Future()
         self._calls.put((future, call))
         return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
-        """Ends each thread after what it is running; calls still queued are cancelled."""
+        """Ends each thread after what it is running; calls still queued fail."""
         if self._stopped:
             return
         self._stopped = True
@@ -143,8 +144,8 @@ class _Threads:
                 item = self._calls.get_nowait()
             except queue.Empty:
                 break
-            if item is not None:
-                item[0].cancel()
+            if item is not None and item[0].set_running_or_notify_cancel():
+                item[0].set_exception(_closed())
         for _ in range(self._count):
             self._calls.put(None)
 
@@ -160,6 +161,10 @@ class _Threads:
             else:
                 future.set_result(result)
             del item, future, call
+
+
+def _closed() -> errors.ProviderFault:
+    return errors.ProviderFault("the retriever is closed; no search is taken any more")
 
 
 def _carried(error: BaseException) -> Exception:
