@@ -119,7 +119,7 @@ class Daemon:
 
         Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
         """
-        self.files.create()
+        await asyncio.to_thread(self.files.create)
         server: EdgeServer | None = None
         listening: list[asyncio.Server] = []
         try:
@@ -129,10 +129,10 @@ class Daemon:
             service = await self._claim(guard)
         except BaseException:
             _close_listeners(listening)
-            self.files.abandon()
+            await asyncio.to_thread(self.files.abandon)
             raise
         endpoints = self._endpoints(port)
-        self.files.replace(ENDPOINTS, endpoints.as_json())
+        await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
         self.app.serve_with(service)
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
         if self._on_ready is not None:
@@ -192,7 +192,7 @@ class Daemon:
     async def _claim(self, guard: Guard) -> Service:
         execute = self.config.execute
         claim = build_claim(self.config, guard.identity, guard.identity_sha256)
-        self.files.create_only(CLAIM, claim)
+        await asyncio.to_thread(self.files.create_only, CLAIM, claim)
         state = RunState()
         recorder: Recorder
         writer = Writer(
@@ -244,10 +244,13 @@ class Daemon:
         await service.retrieval.close()
         await self._record_end(service)
         await service.writer.close()
-        self.files.remove(ENDPOINTS)
-        self.files.close()
+        await asyncio.to_thread(self._close_files)
         cause = service.state.cause
         self._log.info("stopped", latched=cause.cause if cause else None)
+
+    def _close_files(self) -> None:
+        self.files.remove(ENDPOINTS)
+        self.files.close()
 
     async def _record_end(self, service: Service) -> None:
         state = service.state

@@ -1,0 +1,110 @@
+"""A daemon in a process of its own, started as an operator starts it: ``smartsearch-sidecar serve``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smartsearch_sidecar.client import Client
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 30.0
+
+
+def toml(values: dict[str, Any]) -> str:
+    """A TOML document of dotted keys; JSON spells every value these tests need."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+@dataclass
+class DaemonProcess:
+    """A served run in another process."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+    log: Path
+
+    def endpoints(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.directory / "endpoints.json").read_bytes())
+        return value
+
+    @property
+    def sandbox_url(self) -> str:
+        return str(self.endpoints()["sandbox_url"])
+
+    def internal(self) -> Client:
+        return Client(str(self.endpoints()["internal_url"]))
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the repository importable and nothing of ours configured."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SMARTSEARCH_SIDECAR")}
+    return {**clean, "PYTHONPATH": str(ROOT)}
+
+
+def start(
+    tmp_path: Path,
+    *arguments: str,
+    name: str = "run",
+    module: str = "smartsearch_sidecar",
+    **keys: Any,
+) -> DaemonProcess:
+    """Starts ``serve`` and returns without waiting; keys with ``__`` for the dot."""
+    values = {"server.port": 0, "retrieval.provider": "tests.fakes.plugin:instant"}
+    values.update({key.replace("__", "."): value for key, value in keys.items()})
+    config = tmp_path / f"{name}.toml"
+    config.write_text(toml(values))
+    directory = tmp_path / name
+    log = tmp_path / f"{name}.log"
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", module, "serve", "--config", str(config)),
+                *("--run-dir", str(directory), *arguments),
+            ],
+            stdout=stream,
+            stderr=stream,
+            env=environment(),
+            cwd=tmp_path,
+        )
+    return DaemonProcess(process, directory, log)
+
+
+def wait_ready(daemon: DaemonProcess) -> None:
+    """Returns once ``endpoints.json`` is there; fails with the log where the process ended."""
+    deadline = time.monotonic() + START_SECONDS
+    while not (daemon.directory / "endpoints.json").exists():
+        assert daemon.process.poll() is None, daemon.log.read_text()
+        assert time.monotonic() < deadline, daemon.log.read_text()
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(tmp_path: Path, *arguments: str, **keys: Any) -> Iterator[DaemonProcess]:
+    """A ready daemon, killed at the end if the test has not stopped it."""
+    daemon = start(tmp_path, *arguments, **keys)
+    try:
+        wait_ready(daemon)
+        yield daemon
+    finally:
+        if daemon.process.poll() is None:
+            daemon.kill()

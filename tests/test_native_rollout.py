@@ -1,0 +1,56 @@
+"""Eight ranks of the pinned rollout's client against a daemon, as a trainer node runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.fakes import native_client
+from tests.fakes.process import ROOT, environment, running
+from tests.fakes.provider import documents_for
+from tests.fakes.served import read_records
+
+RANKS = 8
+TURNS = 80
+
+
+def expected_text(query: str) -> str:
+    """What a rollout must read for a query."""
+    if query in native_client.WRONG:
+        return "result: \ninvalid query"
+    passages = "\n\n".join(document["contents"] for document in documents_for(query))
+    return f"result: \n{passages}"
+
+
+def test_eight_ranks_of_the_native_client(tmp_path: Path) -> None:
+    """64 callers, policy errors among them: every text is right and every count exact."""
+    with running(tmp_path, retrieval__provider="tests.fakes.plugin:slow") as daemon:
+        ranks = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, str(ROOT / "tests/fakes/native_client.py")),
+                    *(daemon.sandbox_url, str(rank), str(TURNS)),
+                ],
+                stdout=subprocess.PIPE,
+                env=environment(),
+            )
+            for rank in range(RANKS)
+        ]
+        said = [pair for rank in ranks for pair in json.loads(rank.communicate(timeout=100)[0])]
+        health = daemon.internal().health(settle_seconds=5)
+        assert daemon.stop() == 0
+    assert len(said) == RANKS * TURNS
+    wrong = [(query, text) for query, text in said if text != expected_text(query)]
+    assert wrong == []
+    declined = sum(query in native_client.WRONG for query, _ in said)
+    assert declined == RANKS * TURNS // 5
+    assert (health.status, health.value["state"]) == (200, "healthy")
+    assert health.value["retrieval_attempts"] == RANKS * TURNS - declined
+    assert health.value["retrieval_responses"] == RANKS * TURNS - declined
+    assert health.value["retrieval_declined"] == declined
+    kinds = [record["kind"] for record in read_records(daemon.directory)]
+    assert kinds.count("retrieval.answered") == RANKS * TURNS - declined
+    assert kinds.count("retrieval.declined") == declined
+    assert kinds[-1] == "run.closed"
