@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import FlashRag
 from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.flashrag import (
     ANSWER_BYTES_PER_SEARCH,
@@ -127,7 +128,7 @@ async def test_sixty_four_clients_share_the_calls(retriever: FakeRetriever, open
     await asyncio.gather(*(client(number) for number in range(64)))
     assert provider.statistics.searches == 64 * 3
     assert 64 * 3 / len(retriever.calls) >= 4
-    assert provider.statistics.calls == len(retriever.calls)
+    assert provider.statistics.calls == provider.requests == len(retriever.calls)
     assert retriever.busiest == 1
     assert max(len(call.queries) for call in retriever.calls) == 32
 
@@ -213,7 +214,7 @@ async def test_one_refused_query_does_not_fail_the_others(
             assert f"refused the query (status {status})" in answer.message
         else:
             assert answer == retriever.documents(query)
-    assert len(retriever.calls) < 1 + 32
+    assert provider.requests == len(retriever.calls) < 1 + 32
 
 
 async def test_a_lone_refused_query_is_told_apart_from_a_fault(
@@ -566,26 +567,17 @@ async def test_asking_before_start_is_our_own_fault() -> None:
     await provider.close()
 
 
-class Settings:
-    """The section of the configuration, as ``from_config`` reads it."""
-
-    def __init__(self, url: str | None) -> None:
-        self.url = url
-        self.corpus_sha256: str | None = CORPUS
-        self.index_sha256: str | None = INDEX
-        self.batch_max = 2
-        self.canaries: Path | None = None
-        self.timeout_seconds = 5.0
-
-
 async def test_the_configuration_makes_a_started_provider(retriever: FakeRetriever) -> None:
     """Every key of the section arrives, and a missing one is named."""
-    provider = await from_config(Settings(retriever.url))
+    settings = FlashRag(
+        url=retriever.url, corpus_sha256=CORPUS, index_sha256=INDEX, batch_max=2, timeout_seconds=5
+    )
+    provider = await from_config(settings)
     await search_all(provider, ["a", "b", "c"])
     assert max(size for _, size in retriever.shapes) == 2
     await provider.close()
     with pytest.raises(errors.ConfigError, match=r"retrieval\.flashrag\.url is not set"):
-        await from_config(Settings(None))
+        await from_config(settings.model_copy(update={"url": None}))
     await retriever.kill()
     with pytest.raises(errors.ProviderTransport):
-        await from_config(Settings(retriever.url))
+        await from_config(settings)

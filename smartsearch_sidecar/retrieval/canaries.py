@@ -206,12 +206,10 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
     pairs: dict[str, str] = {}
     for document in documents:
         name, contents = document.get("id"), document.get("contents")
-        if not isinstance(name, str) or not isinstance(contents, str):
+        if not isinstance(name, str) or not isinstance(contents, str) or name in pairs:
             raise errors.ProviderFault(
-                "a canary was answered with a document without id or contents"
+                "a canary was answered with a document without id or contents, or with one twice"
             )
-        if name in pairs:
-            raise errors.ProviderFault("a canary was answered with the same document id twice")
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
 

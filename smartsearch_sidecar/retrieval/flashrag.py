@@ -22,18 +22,22 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import FlashRag
 from smartsearch_sidecar.retrieval import canaries as canary_file
 from smartsearch_sidecar.retrieval.flashrag_wire import (
+    MISSING,
+    REFUSED,
     Documents,
     parse_documents,
     parse_json,
     parse_lists,
+    parse_status,
     parse_url,
 )
 from smartsearch_sidecar.retrieval.gather import Failed, Gather
@@ -46,8 +50,6 @@ KEEPALIVE_SECONDS = 3.0
 look like a lost search."""
 
 _T = TypeVar("_T")
-_REFUSED = (400, 422)  # FastAPI: the handler's word, and the request model's
-_MISSING = (404, 405)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,8 +106,8 @@ class _Exchange:
                     allow_redirects=False,
                 ) as response,
             ):
-                if response.status != 200:
-                    return self._judge(response.status, route), None
+                if parse_status(response.status, self.subject(route)) != 200:
+                    return response.status, None
                 body = await self._read(response, route, bytes_max)
                 media = response.content_type
         except TimeoutError as error:
@@ -130,13 +132,6 @@ class _Exchange:
     def _strange(self, route: str, what: str) -> errors.ProviderFault:
         return errors.ProviderFault(f"{self.subject(route)} {what}")
 
-    def _judge(self, status: int, route: str) -> int:
-        if status in _REFUSED or status in _MISSING:
-            return status
-        if 300 <= status < 400:
-            raise self._strange(route, f"a redirect ({status}), which is not followed")
-        raise self._strange(route, f"status {status}")
-
     async def _read(self, response: aiohttp.ClientResponse, route: str, bytes_max: int) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
@@ -149,24 +144,7 @@ class _Exchange:
         return bytes(body)
 
 
-class FlashragSettings(Protocol):
-    """The keys of ``[retrieval.flashrag]``."""
-
-    @property
-    def url(self) -> str | None: ...
-    @property
-    def corpus_sha256(self) -> str | None: ...
-    @property
-    def index_sha256(self) -> str | None: ...
-    @property
-    def batch_max(self) -> int: ...
-    @property
-    def canaries(self) -> Path | None: ...
-    @property
-    def timeout_seconds(self) -> float: ...
-
-
-async def from_config(settings: FlashragSettings) -> FlashragProvider:
+async def from_config(settings: FlashRag) -> FlashragProvider:
     """A started provider. Raises ``ConfigError`` for a missing key, and what ``start`` raises."""
     for key in ("url", "corpus_sha256", "index_sha256"):
         if getattr(settings, key) is None:
@@ -204,7 +182,7 @@ class FlashragProvider:
 
     ``on_fault`` may be set at any time: it is told, on the loop, after a round of canaries that
     found a fault, so that a latch closes without waiting for the next search. ``statistics`` counts
-    searches, calls and distinct queries in them.
+    searches and gathered calls, ``requests`` what was posted, a refused batch's parts included.
     """
 
     name = "flashrag"
@@ -241,6 +219,7 @@ class FlashragProvider:
         self._watch: canary_file.CanaryWatch | None = None
         self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=batch_max)
         self.statistics = self._gather.statistics
+        self.requests = 0
 
     async def start(self) -> None:
         """Opens the client and asks the canaries, or ``/health`` where there are none.
@@ -310,7 +289,7 @@ class FlashragProvider:
                 return [answer] * len(queries)
             if isinstance(answer, list):
                 return [*answer]
-            if answer in _REFUSED:
+            if answer in REFUSED:
                 half = len(queries) // 2
                 return [
                     *await self._ask(top_n, queries[:half]),
@@ -332,9 +311,9 @@ class FlashragProvider:
     async def _alone(self, top_n: int, query: str) -> Documents:
         status, value = await self._post("search", query, top_n, searches=1)
         where = self._exchange.where
-        if status in _REFUSED:
+        if status in REFUSED:
             raise errors.ProviderFault(f"{where} refused the query (status {status})")
-        if status in _MISSING:
+        if status in MISSING:
             raise errors.ProviderFault(
                 f"{where} does not serve /search (status {status}); correct retrieval.flashrag.url"
             )
@@ -351,6 +330,7 @@ class FlashragProvider:
     async def _post(
         self, route: str, query: str | list[str], top_n: int, *, searches: int
     ) -> tuple[int, object]:
+        self.requests += 1
         payload = {"query": query, "top_n": top_n}
         bytes_max = ANSWER_BYTES_PER_SEARCH * searches
         return await self._exchange.call("POST", route, payload, bytes_max=bytes_max)

@@ -16,6 +16,12 @@ from smartsearch_sidecar import errors
 
 Documents = list[dict[str, Any]]
 
+REFUSED = (400, 422)
+"""FastAPI's words for a query that is none: the handler's, and the request model's."""
+
+MISSING = (404, 405)
+"""The route is not served."""
+
 _MEDIA_TYPE = re.compile(r"[a-z0-9.+-]{1,40}/[a-z0-9.+-]{1,40}")
 
 
@@ -42,6 +48,15 @@ def parse_url(text: str) -> tuple[str, str]:
 
 def _unusable(why: str) -> errors.ConfigError:
     return errors.ConfigError(f"retrieval.flashrag.url cannot be used: {why}")
+
+
+def parse_status(status: int, subject: str) -> int:
+    """200, ``REFUSED`` and ``MISSING`` as they are; every other is a fault."""
+    if status == 200 or status in REFUSED or status in MISSING:
+        return status
+    if 300 <= status < 400:
+        raise errors.ProviderFault(f"{subject} a redirect ({status}), which is not followed")
+    raise errors.ProviderFault(f"{subject} status {status}")
 
 
 def parse_json(body: bytes, media: str, subject: str) -> object:
