@@ -1,0 +1,252 @@
+"""Many helper calls side by side, each recorded before it is sent and settled after.
+
+Theory. A call is in one of four stages, and what a failure or a cancellation may do to it depends
+on nothing else:
+
+    waiting     for a place under ``concurrency``: cancelled, nothing is owed
+    reserving   inside ``before`` (quota, record, sync): cancelled; if it comes back with a number
+                all the same, the call was recorded and is settled as ``HelperNotSent``
+    sent        it costs money: never cancelled, awaited, settled by ``after`` or ``failed``
+    settled     nothing is owed
+
+The first failure of a batch stops every call not yet sent, lets those already sent settle, and is
+then raised. Cancelling the caller, and the deadline, do the same. When ``ask_all`` returns or
+raises, every number that ``before`` gave out was handed to exactly one of ``after`` and ``failed``.
+
+A place is taken before the reservation is made, so that quota is never held by a call that only
+waits its turn; and whoever holds quota holds a place, so waiting for quota inside ``before`` ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.reward.meter import Reservation
+from smartsearch_sidecar.reward.wire import HelperAnswer
+
+T = TypeVar("T")
+
+Before = Callable[[str], Awaitable[int]]
+After = Callable[[int, HelperAnswer], Awaitable[None] | None]
+Failed = Callable[[int, Exception], Awaitable[None] | None]
+
+
+class Asker(Protocol):
+    """What a dispatch needs of a helper; ``HelperClient`` is one."""
+
+    async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:
+        """See ``HelperClient.ask``."""
+        ...
+
+
+class HelperDispatch:
+    """One per process: its places are shared by all rows, batches and splits.
+
+    Args:
+        helper: who is asked.
+        concurrency: calls between reservation and settlement at once.
+        seed: sent with every call.
+    """
+
+    def __init__(self, helper: Asker, *, concurrency: int, seed: int) -> None:
+        self.helper = helper
+        self.concurrency = concurrency
+        self.seed = seed
+        self.places = asyncio.Semaphore(concurrency)
+        self.in_flight = 0
+        """Calls that are sent and not yet settled."""
+
+    async def ask_all(
+        self,
+        prompts: Sequence[str],
+        *,
+        before: Before,
+        after: After,
+        failed: Failed,
+        deadline: float,
+    ) -> list[str]:
+        """The helper's texts (without the stop string), in the order of ``prompts``.
+
+        Args:
+            before: reserves the call and returns its number once its record is synced. It may wait
+                for quota, and be cancelled while it waits; from the moment it has reserved it must
+                end with the number or with an error it has settled itself (``to_the_end``).
+            after: settles a call that was answered. Its receipt is awaited, if it returns one.
+            failed: settles a call that was not. ``HelperFault.usage`` is what it cost, if known;
+                ``HelperNotSent`` cost nothing.
+            deadline: seconds of the loop's clock; nothing is sent after it, and no exchange
+                outlasts it.
+
+        Raises what failed first: a ``HelperFault``, or what a hook raised. Further failures are
+        noted on it.
+        """
+        batch = _Batch(self, before, after, failed, deadline)
+        task, cancelled = await _outlast(batch.run(prompts), on_cancel=batch.stop)
+        if cancelled:  # all is settled and recorded; what failed on the way must not vanish
+            raise asyncio.CancelledError from None if task.cancelled() else task.exception()
+        return task.result()
+
+
+class QuotaGate:
+    """Where calls wait for quota inside ``before``: one per meter."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def reserve(self, decide: Callable[[], Reservation | Literal["wait"]]) -> Reservation:
+        """Asks ``decide`` now and after every ``wake`` until it no longer says ``wait``.
+
+        ``decide`` applies what it decides in the same step: ``Meter.reserve``, or admission and
+        fold in one. What it raises comes out unchanged. Cancelled while it waits, nothing is owed.
+        """
+        while True:
+            decision = decide()
+            if isinstance(decision, Reservation):
+                return decision
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.add(turn)
+            try:
+                await turn
+            finally:
+                self._waiting.discard(turn)
+
+    def wake(self) -> None:
+        """To be called after every settlement of the meter."""
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, even if the caller is cancelled meanwhile, which is then dropped.
+
+    For the part of ``before`` that comes after the reservation. The dispatch knows that it has
+    cancelled, and settles the number instead of sending.
+    """
+    task, _ = await _outlast(work)
+    return task.result()
+
+
+class _Batch:
+    """The calls of one ``ask_all``."""
+
+    def __init__(
+        self,
+        dispatch: HelperDispatch,
+        before: Before,
+        after: After,
+        failed: Failed,
+        deadline: float,
+    ) -> None:
+        self._dispatch = dispatch
+        self._before = before
+        self._after = after
+        self._failed = failed
+        self._deadline = deadline
+        self._unsent: set[asyncio.Task[str]] = set()
+        self._stopped = False
+        self._first: Exception | None = None
+
+    async def run(self, prompts: Sequence[str]) -> list[str]:
+        """Every call in a task of its own; returns or raises once all of them are settled."""
+        alarm = asyncio.get_running_loop().call_at(self._deadline, self._late)
+        tasks = [asyncio.create_task(self._one(prompt)) for prompt in prompts]
+        self._unsent.update(tasks)
+        if self._stopped:  # cancelled before there was anything to cancel
+            self.stop()
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            alarm.cancel()
+        outcomes = [None if task.cancelled() else task.exception() for task in tasks]
+        if self._first is not None:
+            raise self._first
+        for outcome in outcomes:
+            if outcome is not None:  # an interpreter's own exit, which is nobody's failure
+                raise outcome
+        return [task.result() for task in tasks]
+
+    def stop(self) -> None:
+        """Cancels what is not yet sent; nothing is sent any more."""
+        self._stopped = True
+        for task in self._unsent:
+            task.cancel()
+
+    def _late(self) -> None:
+        if self._unsent:
+            self._fail(
+                errors.HelperTimeout(
+                    f"the deadline passed with {len(self._unsent)} helper calls not yet sent: "
+                    "raise reward.deadline_seconds or reward.helper.concurrency, or send fewer rows"
+                )
+            )
+
+    def _fail(self, failure: Exception) -> None:
+        if self._first is None:
+            self._first = failure
+            self.stop()
+        elif failure is not self._first:
+            self._first.add_note(f"also failed: {type(failure).__name__}: {failure}")
+
+    async def _one(self, prompt: str) -> str:
+        task = cast("asyncio.Task[str]", asyncio.current_task())
+        try:
+            async with self._dispatch.places:
+                number = await self._before(prompt)
+                self._unsent.discard(task)
+                return await self._send(number, prompt)
+        except Exception as exc:
+            self._unsent.discard(task)
+            self._fail(exc)
+            raise
+        finally:
+            self._unsent.discard(task)
+
+    async def _send(self, number: int, prompt: str) -> str:
+        """From here on nothing cancels the task, and the number is settled whatever happens.
+
+        Only a loop that is torn down can still cancel it. Then the call stays unsettled, which is
+        true, and the restart says so.
+        """
+        dispatch = self._dispatch
+        if self._stopped:
+            unsent = errors.HelperNotSent("the batch had ended before the call was sent")
+            await _receipt(self._failed(number, unsent))
+            raise asyncio.CancelledError
+        dispatch.in_flight += 1
+        try:
+            answer = await dispatch.helper.ask(prompt, seed=dispatch.seed, deadline=self._deadline)
+        except Exception as exc:
+            self._fail(exc)  # first, so that nothing is sent while this one is being settled
+            await _receipt(self._failed(number, exc))
+            raise
+        else:
+            await _receipt(self._after(number, answer))
+        finally:
+            dispatch.in_flight -= 1
+        return answer.text
+
+
+async def _receipt(awaitable: Awaitable[None] | None) -> None:
+    if awaitable is not None:
+        await awaitable
+
+
+async def _outlast(
+    work: Coroutine[Any, Any, T], *, on_cancel: Callable[[], None] | None = None
+) -> tuple[asyncio.Task[T], bool]:
+    """The finished task of ``work``, and whether the caller was cancelled while it ran."""
+    task = asyncio.create_task(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+            if on_cancel is not None:
+                on_cancel()
+    return task, cancelled

@@ -1,0 +1,302 @@
+"""The reward helper over HTTP: one exchange, measured, never sent twice.
+
+What travels is in ``reward/wire.py``; here are connections, time and sizes. Whether a call may be
+tried again depends on one fact, whether a connection was ever handed to it: until then nothing can
+have been sent, and from then on it may have cost money, whatever became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final, Self
+
+import aiohttp
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.reward.wire import PROTOCOLS, HelperAnswer, Kind, address
+
+__all__ = ["HelperAnswer", "HelperClient"]
+
+ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Bytes of one answer. 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is
+still read, because it says what it has cost."""
+
+CONNECT_TRIES: Final = 3
+"""Attempts at a connection, each refused before anything was sent."""
+
+CONNECT_PAUSE_SECONDS: Final = 0.25
+"""Pause before the second attempt, twice as long before the third, and so on: a restarting proxy is
+back by then, and a dead helper is reported within a second."""
+
+CONNECT_SECONDS: Final = 10.0
+"""Seconds for one attempt at a connection: a black hole is not worth the whole timeout."""
+
+KEEPALIVE_SECONDS: Final = 1.0
+"""Idle seconds after which a connection is dropped, well under the 5 s after which uvicorn (SGLang,
+vLLM) drops it: a call written into a connection that the other end is just closing counts as sent,
+cannot be sent again, and would end the run."""
+
+_OK = 200
+_NOT_SHOWN = frozenset({404, 405, 501})
+
+
+_POST_HEADERS = {"Content-Type": "application/json"}
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """How far an exchange has come: a connection was handed to it, an answer has begun."""
+
+    connected: bool = False
+    answered: bool = False
+
+
+class HelperClient:
+    """The helper, as a pooled client without proxies, redirects, cookies or second tries.
+
+    Args:
+        kind: ``sglang`` or ``completions``.
+        url: base address, http or https; the protocol's own path may be written out or left out.
+        model: the name the server shows for what it serves.
+        model_sha256: what the operator declares for the weights; 64 hex digits.
+        timeout_seconds: for one exchange, connecting included.
+        answer_bytes_max: bytes of one answer.
+        connect_tries: attempts at a connection; ``pause`` waits between them (seconds).
+
+    Concurrency is the caller's to bound (``reward/dispatch.py``). Close it when done.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: Kind,
+        url: str,
+        model: str,
+        model_sha256: str,
+        timeout_seconds: float = 120.0,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
+        connect_tries: int = CONNECT_TRIES,
+        pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.kind = kind
+        self.model = model
+        self.model_sha256 = model_sha256
+        self.timeout_seconds = timeout_seconds
+        self._protocol = PROTOCOLS[kind]
+        self._base, self.place = address(url, self._protocol.path)
+        self._answer_bytes_max = answer_bytes_max
+        self._connect_tries = connect_tries
+        self._pause = pause
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._shown: Mapping[str, str] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drops every connection. Not before the last exchange has ended."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:
+        """One completion: temperature 0.6, at most 2,048 tokens, stopped before ``</answer>``.
+
+        ``deadline`` (seconds of the loop's clock) may end the exchange before ``timeout_seconds``
+        does. Raises a ``HelperFault``, whose ``usage`` is what the exchange was measured at, if it
+        was. Cancelled, it gives the exchange up, and nobody knows what it has cost.
+        """
+        try:
+            body = orjson.dumps(self._protocol.request(prompt, model=self.model, seed=seed))
+        except TypeError as exc:  # the edge lets no such text in, see contract.py
+            raise errors.InvariantBroken("a prompt has no UTF-8 form") from exc
+        status, raw = await self._exchange("POST", self._protocol.path, body, self._until(deadline))
+        if status != _OK:
+            raise self._refused(status)
+        answer = self._protocol.answer(raw, self.model)
+        weights = (self._shown or {}).get("weight_version")
+        if weights is not None and answer.weight_version not in {None, weights}:
+            raise errors.HelperIdentity(
+                f"the helper at {self.place} was given other weights while the run goes on: "
+                "start a new run with the weights it is to be judged by",
+                usage=answer.usage,
+            )
+        return answer
+
+    # --- identity ---------------------------------------------------------------------------------
+
+    async def identity(self) -> Mapping[str, Any]:
+        """What names the helper: ``kind``, ``model``, ``model_sha256``, and in ``shown`` what the
+        server says of itself, checked; empty where it says nothing.
+
+        Raises as ``check_identity`` does.
+        """
+        await self.check_identity()
+        return {
+            "kind": self.kind,
+            "model": self.model,
+            "model_sha256": self.model_sha256,
+            "shown": dict(self._shown or {}),
+        }
+
+    async def check_identity(self) -> None:
+        """Raises ``HelperIdentity`` unless the server shows the declared model, and still what it
+        showed the first time it was asked.
+
+        A server that cannot be asked raises the exchange's own ``HelperFault``; what that means is
+        decided by whoever owns the timer.
+        """
+        shown = await self._ask_model()
+        if self._shown is None:
+            self._shown = shown
+        elif shown != self._shown:
+            raise errors.HelperIdentity(
+                f"the helper at {self.place} no longer says of itself what it said at first: "
+                "another server, or other weights, answer there now"
+            )
+
+    async def _ask_model(self) -> Mapping[str, str]:
+        until = self._until(None)
+        for path in self._protocol.model_paths:
+            status, raw = await self._exchange("GET", path, None, until)
+            if status == _OK:
+                return self._protocol.shown(raw, self.model)
+            if status not in _NOT_SHOWN:
+                raise self._refused(status)
+        return {}
+
+    # --- one exchange -----------------------------------------------------------------------------
+
+    def _until(self, deadline: float | None) -> float:
+        own = asyncio.get_running_loop().time() + self.timeout_seconds
+        return own if deadline is None else min(own, deadline)
+
+    def _refused(self, status: int) -> errors.HelperStatus:
+        if 300 <= status < 400:
+            return errors.HelperRedirect(
+                f"the helper at {self.place} answered with redirect {status}, not followed "
+                "because prompts hold answers: set reward.helper.url to where it leads"
+            )
+        return errors.HelperStatus(
+            f"the helper at {self.place} answered {status} instead of 200: see its log "
+            "(404: wrong reward.helper.kind, url or model; 400 or 500 from an SGLang that does not "
+            "know sampling_seed: upgrade it, or use kind = completions)"
+        )
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes | None, until: float
+    ) -> tuple[int, bytes]:
+        """Status and body, the body only of a 200. ``until`` is in seconds of the loop's clock."""
+        attempt = _Attempt()
+        try:
+            async with asyncio.timeout_at(until):
+                for failures in range(1, self._connect_tries):
+                    try:
+                        return await self._once(method, path, body, attempt)
+                    except errors.HelperUnreachable:
+                        await self._pause(CONNECT_PAUSE_SECONDS * failures)
+                return await self._once(method, path, body, attempt)
+        except TimeoutError:
+            if attempt.connected:
+                raise errors.HelperTimeout(
+                    f"the helper at {self.place} did not answer in time: it hangs or has too much "
+                    "to do (reward.helper.timeout_seconds, reward.helper.concurrency)"
+                ) from None
+            raise self._unreachable("not in time") from None
+
+    def _unreachable(self, why: str) -> errors.HelperUnreachable:
+        return errors.HelperUnreachable(
+            f"no connection to the helper at {self.place} ({why}): start it, or set "
+            "reward.helper.url"
+        )
+
+    async def _once(
+        self, method: str, path: str, body: bytes | None, attempt: _Attempt
+    ) -> tuple[int, bytes]:
+        """One attempt. ``HelperUnreachable`` promises that nothing was sent."""
+        session = self._open()
+        try:
+            async with session.request(
+                method,
+                self._base + path,
+                data=body,
+                headers=_POST_HEADERS if body is not None else None,
+                allow_redirects=False,
+                trace_request_ctx=attempt,
+            ) as response:
+                attempt.answered = True
+                if response.status != _OK:
+                    response.close()  # unread: an error page is of no use, and has no bound
+                    return response.status, b""
+                return response.status, await self._read(response)
+        except (aiohttp.ClientError, OSError) as exc:  # TimeoutError of one connect is an OSError
+            if not attempt.connected:
+                raise self._unreachable(type(exc).__name__) from exc
+            if attempt.answered:
+                raise errors.HelperTruncated(
+                    f"the helper at {self.place} broke off in the middle of its answer "
+                    f"({type(exc).__name__})"
+                ) from exc
+            raise errors.HelperTransport(
+                f"the connection to the helper at {self.place} was lost after the call had been "
+                f"sent ({type(exc).__name__}); what it has cost is unknown, so it is not sent again"
+            ) from exc
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        declared = response.headers.get("Content-Type")
+        if declared is not None and response.content_type != "application/json":
+            response.close()
+            raise errors.HelperNotJson(
+                f"{self.place} answered with another media type than application/json: "
+                "a proxy or a login page stands before the helper"
+            )
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            response.close()
+            raise errors.HelperAnswerInvalid(
+                f"the helper at {self.place} compressed its answer although it was told not to"
+            )
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > self._answer_bytes_max:
+                response.close()
+                raise errors.HelperAnswerInvalid(
+                    f"the helper at {self.place} answered with more than "
+                    f"{self._answer_bytes_max} bytes"
+                )
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise errors.InvariantBroken("the helper was asked after its client had been closed")
+        if self._session is None:
+            trace = aiohttp.TraceConfig()
+            trace.on_connection_create_end.append(_connected)
+            trace.on_connection_reuseconn.append(_connected)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                headers={"Accept": "application/json", "Accept-Encoding": "identity"},
+                auto_decompress=False,
+                trust_env=False,
+                trace_configs=[trace],
+            )
+        return self._session
+
+
+async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.connected = True
