@@ -1,0 +1,101 @@
+"""What every test stands on: event loops, a detector of blocking calls, no silent skips in CI."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import uvloop
+from blockbuster import BlockBusterFunction, blockbuster_ctx
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+ROOT = Path(__file__).resolve().parent.parent
+
+# Before the first and after the last request: what these call themselves may block. Handlers and
+# the writer run in tasks of their own, so nothing that serves is excused by them.
+BEFORE_AND_AFTER: dict[str, set[str]] = {
+    "smartsearch_sidecar/config/loading.py": {"load"},
+    "smartsearch_sidecar/daemon.py": {"run"},
+    "smartsearch_sidecar/retrieval/canaries.py": {"load"},
+}
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "uvloop": uvloop.new_event_loop,
+    "asyncio": asyncio.new_event_loop,
+}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """uvloop, as in production; both where a test is marked ``both_loops``."""
+    if item.get_closest_marker("both_loops"):
+        return LOOPS
+    return {"uvloop": LOOPS["uvloop"]}
+
+
+@pytest.fixture(autouse=True)
+def nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test in which this package blocks a running event loop.
+
+    Only calls made from the package count: a test may read a file. The detector does not know the
+    calls that cost a ledger most, so the two syncs are added to it.
+    """
+    if request.node.get_closest_marker("may_block"):
+        yield
+        return
+    with blockbuster_ctx("smartsearch_sidecar") as detector:
+        syncs = [
+            BlockBusterFunction(os, name, scanned_modules="smartsearch_sidecar")
+            for name in ("fsync", "fdatasync")
+        ]
+        for call in (*detector.functions.values(), *syncs):
+            for place, functions in BEFORE_AND_AFTER.items():
+                call.can_block_in(place, functions)
+        for sync in syncs:
+            sync.activate()
+        try:
+            yield
+        finally:
+            for sync in syncs:
+                sync.deactivate()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI a skipped test has failed: what it needs is installed there, or it says why not."""
+    report = yield
+    allowed = hasattr(report, "wasxfail") or item.get_closest_marker("may_skip")
+    if IN_CI and report.skipped and not allowed:
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI without a may_skip mark: {_reason(report)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A whole file skipped while it is collected is no better."""
+    report = yield
+    if IN_CI and report.outcome == "skipped":
+        report.outcome = "failed"
+        report.longrepr = f"a file was skipped in CI: {report.longrepr}"
+    return report
+
+
+def _reason(report: pytest.TestReport) -> str:
+    longrepr = report.longrepr
+    return str(longrepr[2]) if isinstance(longrepr, tuple) else str(longrepr)
+
+
+@pytest.fixture(scope="session")
+def vital_articles() -> Path:
+    """The summaries of 10,033 real articles, as `make setup` fetched them."""
+    path = ROOT / ".cache" / "vital" / "summaries_en-us.json"
+    if not path.is_file():
+        pytest.skip("the vital articles are missing: run `make setup`")
+    return path
