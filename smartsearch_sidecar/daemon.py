@@ -254,11 +254,7 @@ class Daemon:
 
     async def _record_end(self, service: Service) -> None:
         state = service.state
-        data = {
-            "latched": state.closed,
-            "retrieval_attempts": state.attempts,
-            "retrieval_responses": state.responses,
-        }
+        data = {"latched": state.closed, **state.usage()}
         try:
             await service.recorder.record(Kind.RUN_CLOSED, None, data)
         except errors.LedgerFailed as failure:

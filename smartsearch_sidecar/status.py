@@ -54,17 +54,18 @@ def counts(service: Service) -> dict[str, Any]:
     """Everything countable about the run, as JSON values."""
     state = service.state
     return {
-        "retrieval_attempts": state.attempts,
-        "retrieval_responses": state.responses,
+        **state.usage(),
         "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
-        "retrieval_failed": state.failed,
-        "retrieval_declined": state.declined,
         "delivery_lost": state.lost,
         "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
         "declined": dict(state.declined_by),
         "cache": dict(state.cache),
         "refused": dict(service.recorder.refused),
         "restarts": state.restarts,
+        "checkpoints": {
+            "accepted": state.checkpoints_accepted,
+            "refused": state.checkpoints_refused,
+        },
         "ledger": {"seq": service.writer.seq, "head": service.writer.head},
         "cause": None if state.cause is None else state.cause.as_data(),
     }

@@ -14,7 +14,7 @@ from smartsearch_sidecar.commands import check, demo, index, serve
 
 app = typer.Typer(
     name="smartsearch-sidecar",
-    help="Search and rewards beside a trainer node: recorded first, answered second, failing closed.",
+    help="Search and rewards beside a trainer node: recorded first, failing closed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,7 +33,7 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
 ) -> None:
-    """Search and rewards beside a trainer node: recorded first, answered second, failing closed."""
+    """Search and rewards beside a trainer node: recorded first, failing closed."""
 
 
 app.command("serve")(serve.serve)

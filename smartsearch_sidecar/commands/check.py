@@ -15,7 +15,7 @@ RunDir = Annotated[
     Path | None,
     typer.Option(
         "--run-dir",
-        help=f"The served run's directory; without it, {ENDPOINTS_VARIABLE} names its endpoints.json.",
+        help=f"The served run's directory; without it {ENDPOINTS_VARIABLE} names endpoints.json.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""``demo``: what ``make run`` starts. Index if missing, daemon, one question, both URLs, then serve."""
+"""``demo``: what ``make run`` starts. Index if missing, daemon, one question, both URLs, serve."""
 
 from __future__ import annotations
 

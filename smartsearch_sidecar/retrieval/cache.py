@@ -1,4 +1,4 @@
-"""In front of the guard: identical searches in flight are shared, repeats of a frozen search cached.
+"""In front of the guard: identical searches in flight are shared, repeats of one are cached.
 
 Every request still counts and is recorded by its caller; here only the work is saved. A search runs
 in a task of its own, so that a caller that leaves or runs out of time neither cancels it for others

@@ -1,7 +1,7 @@
 """The one guard around all providers: identity, limits, retries, classification, document checks.
 
-A provider may raise anything and answer anything; what leaves this module is either ``Found`` or one
-of the named retrieval errors. The rules for a document are the reference's: exactly ``id``,
+A provider may raise anything and answer anything; what leaves this module is either ``Found`` or
+one of the named retrieval errors. The rules for a document are the reference's: exactly ``id``,
 ``contents`` and optionally ``score``; id and contents non-empty after strip; ids distinct; passages
 joined by one blank line.
 """
@@ -35,8 +35,8 @@ PASSAGE_TAG = re.compile(r"</?(?:search|result|answer|think)>|<\|[^|<>\s]{1,64}\
 class Found:
     """What one search found, encoded once and recorded and answered as often as it is asked.
 
-    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order; ``payload``
-    the finished body of ``/execute``; ``dropped`` names the passages left out, with the reason.
+    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order;
+    ``payload`` the finished body of ``/execute``; ``dropped`` names the passages left out, with the reason.
     """
 
     documents_json: bytes

@@ -15,6 +15,7 @@ import orjson
 import structlog
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
 from smartsearch_sidecar.service import Answer, Service
 from smartsearch_sidecar.status import health_report, status_report
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
@@ -28,7 +29,8 @@ from smartsearch_sidecar.web.routes import (
 )
 
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
-REASON_BYTES_MAX = 4096
+PROBES = frozenset({"/livez", "/readyz"})
+OPERATOR_BYTES_MAX = 65536  # a reason, a path
 
 Internal = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
@@ -56,6 +58,7 @@ class App:
             ("health",): {"GET": self._health},
             ("status",): {"GET": self._status},
             ("latch",): {"POST": self._latch},
+            ("checkpoints",): {"POST": self._checkpoint},
         }
 
     def serve_with(self, service: Service) -> None:
@@ -100,7 +103,7 @@ class App:
         raw = request.raw_target
         if self._capabilities.is_execute(raw) and request.method == "POST":
             return await self._execute(request)
-        if raw == "/livez" or raw == "/readyz":
+        if raw in PROBES:
             return self._probe(request, raw)
         try:
             target = self._capabilities.read(raw)
@@ -119,7 +122,7 @@ class App:
 
     async def handle_probe(self, request: EdgeRequest) -> Reply:
         """The second listener's routes: ``/livez`` and ``/readyz`` alone."""
-        if request.raw_target in ("/livez", "/readyz"):
+        if request.raw_target in PROBES:
             return self._probe(request, request.raw_target)
         return self._error(request, errors.Unauthorized("only probes are served here"))
 
@@ -219,22 +222,33 @@ class App:
 
     async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         service = self._need_service()
-        try:
-            body = await self._read_body(request, REASON_BYTES_MAX)
-            reason = orjson.loads(body)["reason"]
-        except (errors.EdgeRefusal, orjson.JSONDecodeError, KeyError, TypeError):
-            reason = None  # an operator's slip must not close the latch under another name
+        value = await self._operator_json(request)
+        reason = value.get("reason") if isinstance(value, dict) else None
         if not isinstance(reason, str) or not reason.strip():
             raise errors.OperatorRequest('send {"reason": "why"}')
         service.recorder.close_latch("operator", detail=reason)
         await service.recorder.latch_durable()
         return 200, status_report(service)
 
+    async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        wanted = parse_checkpoint(await self._operator_json(request))
+        seconds = _settle_seconds(target.query, SETTLE_SECONDS)
+        accepted, answer = await take_checkpoint(service, wanted, settle_seconds=seconds)
+        return (201 if accepted else 409), answer
 
-def _settle_seconds(query: str) -> float:
-    """``settle=SECONDS`` of a query string, 0 where absent."""
+    async def _operator_json(self, request: EdgeRequest) -> Any:
+        """An internal body. A slip in it must not close the latch under an edge refusal's name."""
+        try:
+            return orjson.loads(await self._read_body(request, OPERATOR_BYTES_MAX))
+        except (errors.EdgeRefusal, orjson.JSONDecodeError):
+            raise errors.OperatorRequest("send one JSON object with its Content-Length") from None
+
+
+def _settle_seconds(query: str, absent: float = 0.0) -> float:
+    """``settle=SECONDS`` of a query string."""
     if not query:
-        return 0.0
+        return absent
     name, _, value = query.partition("=")
     try:
         seconds = float(value)
