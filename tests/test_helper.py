@@ -236,19 +236,23 @@ async def test_an_answer_that_does_not_come_is_a_timeout(
     fake: FakeHelper, kind: Kind, failure: str
 ) -> None:
     """One timeout bounds the whole exchange, however alive the connection looks."""
-    fake.failure = failure
-    fault = await refusal(fake, kind, timeout_seconds=0.1)
-    assert type(fault) is errors.HelperTimeout
-    assert fault.usage is None
-    assert len(fake.calls) == 1
+    fake.failures[2] = failure
+    async with client(fake, kind) as helper:
+        await helper.ask(PROMPT, seed=1)  # so that no slow machine spends the timeout connecting
+        helper.timeout_seconds = 0.1
+        with pytest.raises(errors.HelperFault) as caught:
+            await helper.ask(PROMPT, seed=1)
+    assert type(caught.value) is errors.HelperTimeout
+    assert caught.value.usage is None
 
 
 async def test_a_deadline_ends_the_exchange_before_the_timeout(
     fake: FakeHelper, kind: Kind
 ) -> None:
     """The caller's deadline counts where it is the earlier of the two."""
-    fake.failure = "hang"
+    fake.failures[2] = "hang"
     async with client(fake, kind) as helper:
+        await helper.ask(PROMPT, seed=1)
         deadline = asyncio.get_running_loop().time() + 0.1
         with pytest.raises(errors.HelperTimeout):
             await helper.ask(PROMPT, seed=1, deadline=deadline)

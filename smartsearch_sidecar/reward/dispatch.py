@@ -148,7 +148,7 @@ class _Batch:
         self._deadline = deadline
         self._unsent: set[asyncio.Task[str]] = set()
         self._stopped = False
-        self._first: Exception | None = None
+        self._failures: list[Exception] = []
 
     async def run(self, prompts: Sequence[str]) -> list[str]:
         """Every call in a task of its own; returns or raises once all of them are settled."""
@@ -163,8 +163,8 @@ class _Batch:
         finally:
             alarm.cancel()
         outcomes = [None if task.cancelled() else task.exception() for task in tasks]
-        if self._first is not None:
-            raise self._first
+        if self._failures:
+            raise self._failures[0]
         for outcome in outcomes:
             if outcome is not None:  # an interpreter's own exit, which is nobody's failure
                 raise outcome
@@ -186,11 +186,14 @@ class _Batch:
             )
 
     def _fail(self, failure: Exception) -> None:
-        if self._first is None:
-            self._first = failure
+        if any(failure is known for known in self._failures):
+            return
+        self._failures.append(failure)
+        if len(self._failures) == 1:
             self.stop()
-        elif failure is not self._first:
-            self._first.add_note(f"also failed: {type(failure).__name__}: {failure}")
+        else:
+            note = f"also failed: {type(failure).__name__}: {failure}"
+            self._failures[0].add_note(note)
 
     async def _one(self, prompt: str) -> str:
         task = cast("asyncio.Task[str]", asyncio.current_task())
