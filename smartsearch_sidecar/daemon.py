@@ -95,6 +95,8 @@ class Daemon:
         self._on_ready = on_ready
         self._log = structlog.get_logger("daemon")
         self._stop = asyncio.Event()
+        self.port: int | None = None
+        self.probe_port: int | None = None
         server = config.server
         self._execute = _capability(server.execute_capability)
         self._internal = _capability(server.internal_capability)
@@ -124,14 +126,14 @@ class Daemon:
         listening: list[asyncio.Server] = []
         try:
             server = self._edge()
-            port = await self._listen(server, listening)
+            self.port = await self._listen(server, listening)
             guard = await self._load()
             service = await self._claim(guard)
         except BaseException:
             _close_listeners(listening)
             await asyncio.to_thread(self.files.abandon)
             raise
-        endpoints = self._endpoints(port)
+        endpoints = self._endpoints(self.port)
         await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
         self.app.serve_with(service)
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
@@ -173,6 +175,7 @@ class Daemon:
                 keepalive_seconds=given.idle_seconds,
                 connections_max=given.connections_max,
             )
+            self.probe_port = probe.getsockname()[1]
             listening.append(await listen(probes, probe))
         return port
 

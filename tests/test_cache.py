@@ -9,7 +9,6 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.cache import Retrieval, SearchCache
 from smartsearch_sidecar.retrieval.guard import Found, Guard
-
 from tests.fakes.provider import FakeProvider
 
 FAR = 1e9

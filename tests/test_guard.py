@@ -8,7 +8,6 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.guard import Guard, canonical_digest
-
 from tests.fakes.provider import FakeProvider
 
 FAR = 1e9
@@ -192,6 +191,7 @@ def test_canonical_digest_is_the_references() -> None:
     import hashlib
 
     value = {"b": "é", "a": [1, None, 1e16]}
-    assert canonical_digest(value) == hashlib.sha256(
-        '{"a":[1,null,1e+16],"b":"é"}'.encode()
-    ).hexdigest()
+    assert (
+        canonical_digest(value)
+        == hashlib.sha256('{"a":[1,null,1e+16],"b":"é"}'.encode()).hexdigest()
+    )

@@ -12,7 +12,6 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import Disk
-
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import (
     EXECUTE_CAPABILITY,

@@ -36,7 +36,8 @@ class Found:
     """What one search found, encoded once and recorded and answered as often as it is asked.
 
     ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order;
-    ``payload`` the finished body of ``/execute``; ``dropped`` names the passages left out, with the reason.
+    ``payload`` the finished body of ``/execute``; ``dropped`` names the passages left out, with the
+    reason.
     """
 
     documents_json: bytes

@@ -17,7 +17,6 @@ from smartsearch_sidecar.daemon import Daemon, Endpoints
 from smartsearch_sidecar.ledger.file import Disk
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.service import Service
-
 from tests.fakes.provider import FakeProvider
 
 ENVIRONMENT = "agentinputlab:smartsearch-fixed-wikipedia-v1"

@@ -132,7 +132,9 @@ async def exchange(request: bytes) -> None:
             assert await run.stop() == (4 if cause else 0)
 
 
-@pytest.mark.may_block("run directories made and removed")  # one loop and one run directory an example, made and removed around it
+@pytest.mark.may_block(
+    "run directories made and removed"
+)  # one loop and one run directory an example, made and removed around it
 @settings(
     max_examples=120,
     deadline=None,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import (
     EXECUTE_CAPABILITY,
@@ -107,16 +106,15 @@ async def test_query_is_stripped_for_the_search(tmp_path: Path) -> None:
         ("/" + INTERNAL_CAPABILITY + "/nothing", 404),
     ],
 )
-async def test_strangers_and_slips_touch_nothing(
-    tmp_path: Path, target: str, status: int
-) -> None:
+async def test_strangers_and_slips_touch_nothing(tmp_path: Path, target: str, status: int) -> None:
     """Without the rollout's capability in its place nothing is counted and nothing closes."""
     async with served(tmp_path / "run") as run:
         body = json.dumps(native_body("q")).encode()
         answer = await raw_exchange(
             run.port,
             f"POST {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode() + body,
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body,
         )
         assert answer.status == status
         assert EXECUTE_CAPABILITY.encode() not in answer.raw
