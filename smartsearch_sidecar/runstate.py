@@ -1,10 +1,10 @@
 """The state of a run: what is admitted, counted and closed. No I/O, no time, no randomness.
 
 Theory. A run is OPEN until its first failure and CLOSED from then on for good; the first cause
-wins. Every change is a record, and the state is nothing but the fold of the records in order: ``fold``
-serves the running process, resume, verify and the operator's page alike. A decision is made by
-reading the state (``admit_search``), written down as a record, folded at once, and handed to the
-writer in the same step of the loop, so that the order of folding is the order of the journal.
+wins. Every change is a record, and the state is nothing but the fold of the records in order:
+``fold`` serves the running process, resume, verify and the operator's page alike. A decision is
+made by reading the state (``admit_search``), written down as a record, folded at once, and handed
+to the writer in the same step of the loop, so that the order of folding is that of the journal.
 
 Numbers: searches, scores and helper calls each have a series of their own, counted from 1 without
 gaps in the order of admission. A number is never used twice, also not across a restart.
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.record import Kind, Record
@@ -86,6 +86,8 @@ class RunState:
     closed_cleanly: bool = False
     checkpoints_accepted: int = 0
     checkpoints_refused: int = 0
+    checkpoint_steps: Counter[int] = field(default_factory=Counter)
+    claim_sha256: str = ""
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -116,26 +118,60 @@ class RunState:
             )
         return self.attempts + 1
 
+    def usage(self) -> dict[str, int]:
+        """What the run has used so far, as ``run.closed``, checkpoints and receipts state it."""
+        return {
+            "retrieval_attempts": self.attempts,
+            "retrieval_responses": self.responses,
+            "retrieval_failed": self.failed,
+            "retrieval_declined": self.declined,
+        }
+
     # --- the fold ---------------------------------------------------------------------------------
 
     def fold(self, record: Record) -> None:
         """Applies one record. Raises ``LedgerCorrupt`` for one that cannot follow this state."""
-        step = _STEPS.get(record.kind)
+        step = self._STEPS.get(record.kind)
         if step is None:
             raise errors.LedgerCorrupt(f"no rule folds a {record.kind} record")
         self.closed_cleanly = False
-        step(self, record)
+        try:
+            step(self, record)
+        except (KeyError, TypeError, ValueError) as exc:
+            raise errors.LedgerCorrupt(
+                f"a {record.kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
+            ) from None
+
+    def _require_open(self, record: Record) -> None:
+        if self.closed:
+            raise errors.LedgerCorrupt(f"a {record.kind} record comes after the latch was closed")
+
+    def _require_counts(self, record: Record, stated: Mapping[str, Any]) -> None:
+        """A record that states the usage states ours; one of a later version may state more."""
+        for name, own in self.usage().items():
+            if stated.get(name, own) != own:
+                raise errors.LedgerCorrupt(
+                    f"a {record.kind} record states {name} {stated[name]!r:.40}, "
+                    f"the records before it {own}"
+                )
 
     def _claimed(self, record: Record) -> None:
         self.max_calls = int(record.data["max_calls"])
+        self.claim_sha256 = str(record.data["claim_sha256"])
 
     def _resumed(self, record: Record) -> None:
         self.restarts += 1
 
     def _run_closed(self, record: Record) -> None:
+        self._require_counts(record, record.data)
         self.closed_cleanly = True
 
     def _requested(self, record: Record) -> None:
+        self._require_open(record)
+        if self.attempts >= self.max_calls:
+            raise errors.LedgerCorrupt(
+                f"search {record.number} was admitted over the quota of {self.max_calls}"
+            )
         if record.number != self.attempts + 1:
             raise errors.LedgerCorrupt(
                 f"search {record.number} was admitted after search {self.attempts}"
@@ -159,6 +195,7 @@ class RunState:
         self.failed += 1
 
     def _declined(self, record: Record) -> None:
+        self._require_open(record)
         if record.number != self.declined + 1:
             raise errors.LedgerCorrupt(
                 f"declined query {record.number} came after declined query {self.declined}"
@@ -167,6 +204,8 @@ class RunState:
         self.declined_by[record.data["reason"]] += 1
 
     def _lost(self, record: Record) -> None:
+        if record.number is not None and not 0 < record.number <= self.attempts:
+            raise errors.LedgerCorrupt(f"an answer to search {record.number} was never to be given")
         self.lost += 1
 
     def _latched(self, record: Record) -> None:
@@ -177,21 +216,25 @@ class RunState:
 
     def _checkpoint(self, record: Record) -> None:
         if record.kind == Kind.CHECKPOINT_ACCEPTED:
+            self._require_open(record)
+            if not self.settled:
+                raise errors.LedgerCorrupt("a checkpoint was accepted while work was unsettled")
+            self._require_counts(record, record.data.get("usage", {}))
             self.checkpoints_accepted += 1
+            self.checkpoint_steps[int(record.data["step"])] += 1
         else:
             self.checkpoints_refused += 1
 
-
-_STEPS = {
-    Kind.RUN_CLAIMED.value: RunState._claimed,
-    Kind.RUN_RESUMED.value: RunState._resumed,
-    Kind.RUN_CLOSED.value: RunState._run_closed,
-    Kind.RETRIEVAL_REQUESTED.value: RunState._requested,
-    Kind.RETRIEVAL_ANSWERED.value: RunState._answered,
-    Kind.RETRIEVAL_FAILED.value: RunState._failed,
-    Kind.RETRIEVAL_DECLINED.value: RunState._declined,
-    Kind.DELIVERY_LOST.value: RunState._lost,
-    Kind.LATCH_CLOSED.value: RunState._latched,
-    Kind.CHECKPOINT_ACCEPTED.value: RunState._checkpoint,
-    Kind.CHECKPOINT_REFUSED.value: RunState._checkpoint,
-}
+    _STEPS: ClassVar[Mapping[str, Callable[[RunState, Record], None]]] = {
+        Kind.RUN_CLAIMED.value: _claimed,
+        Kind.RUN_RESUMED.value: _resumed,
+        Kind.RUN_CLOSED.value: _run_closed,
+        Kind.RETRIEVAL_REQUESTED.value: _requested,
+        Kind.RETRIEVAL_ANSWERED.value: _answered,
+        Kind.RETRIEVAL_FAILED.value: _failed,
+        Kind.RETRIEVAL_DECLINED.value: _declined,
+        Kind.DELIVERY_LOST.value: _lost,
+        Kind.LATCH_CLOSED.value: _latched,
+        Kind.CHECKPOINT_ACCEPTED.value: _checkpoint,
+        Kind.CHECKPOINT_REFUSED.value: _checkpoint,
+    }

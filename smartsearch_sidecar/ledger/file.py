@@ -1,8 +1,7 @@
-"""The files of one run: lock, create-only writes, append, sync. Blocking, small, and alone.
+"""The files of one run, written: lock, create-only files, append, sync. Blocking, small, and alone.
 
-This is the only module that opens a file of a run. It knows names and modes, not what a record
-means. ``Disk`` holds the five primitives a fault can strike, so that tests can strike them without
-touching anything of ours.
+This module and ``reader.py`` are the only ones that open a file of a run. They know names and
+modes, not what a record means.
 """
 
 from __future__ import annotations
@@ -11,59 +10,32 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.disk import (
+    CLAIM,
+    DIRECTORY_MODE,
+    ENDPOINTS,
+    JOURNAL,
+    LATCH,
+    LOCK,
+    Disk,
+    is_locked,
+    is_ours,
+    segment_name,
+    torn_name,
+)
 
-DIRECTORY_MODE = 0o700
-FILE_MODE = 0o600
+__all__ = ["CLAIM", "ENDPOINTS", "JOURNAL", "LATCH", "LOCK", "Disk", "RunFiles", "segment_name"]
 
-CLAIM = "claim.json"
-LATCH = "latch.json"
-ENDPOINTS = "endpoints.json"
-LOCK = "lock"
-JOURNAL = "journal"
-
-
-def segment_name(index: int) -> str:
-    """``000001.jsonl`` for 1: sorts by name as it was written."""
-    return f"{index:06d}.jsonl"
-
-
-class Disk:
-    """The primitives under a run directory; a subclass may fail, forget or crash in any of them.
-
-    ``point`` names where we are, for the crash harness; it does nothing here.
-    """
-
-    def point(self, name: str) -> None:
-        """Called with a name right before or after an effect."""
-
-    def open(self, path: Path, flags: int) -> int:
-        """``os.open`` with our mode and close-on-exec."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-
-    def write(self, fd: int, data: bytes) -> None:
-        """Writes all of ``data``; a short write is continued, an error is the caller's."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-
-    def sync(self, fd: int) -> None:
-        """Data, and the metadata needed to read it, to the medium."""
-        os.fdatasync(fd)
-
-    def sync_directory(self, path: Path) -> None:
-        """Makes names in ``path`` durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def close(self, fd: int) -> None:
-        """``os.close``."""
-        os.close(fd)
+# Somebody who only looks whether a run is served holds the lock for microseconds.
+LOCK_TRIES = 3
+LOCK_WAIT_SECONDS = 0.02
 
 
 class RunFiles:
@@ -81,16 +53,20 @@ class RunFiles:
         self.segment = 0
         self.segment_bytes = 0
 
-    # --- opening ---------------------------------------------------------------------------------
+    # --- opening ----------------------------------------------------------------------------------
 
     def create(self) -> None:
         """Makes the directory (it must not exist) and takes its lock."""
+        places = (self.directory, *self.directory.parents)
+        missing = [place for place in places if not place.exists()]
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=DIRECTORY_MODE)
         except FileExistsError:
+            served = is_locked(self.directory / LOCK)
             raise errors.RunDirectoryError(
-                f"run directory {self.directory} exists already{self._holder()}: name a new one, "
+                f"run directory {self.directory} exists already"
+                f"{' and is being served by another process' if served else ''}: name a new one, "
                 "or continue it with --resume"
             ) from None
         except OSError as exc:
@@ -98,49 +74,72 @@ class RunFiles:
                 f"run directory {self.directory} cannot be made: {exc.strerror}"
             ) from None
         self.lock()
-        (self.directory / JOURNAL).mkdir(mode=DIRECTORY_MODE)
-        self.disk.sync_directory(self.directory.parent)
+        self._make_journal()
+        for place in missing:
+            self._sync_directory(place.parent)
 
-    def _holder(self) -> str:
-        """`` and is being served`` where another process holds the lock."""
+    def resume(self) -> None:
+        """Takes the lock of a directory that exists; nothing else in it is changed.
+
+        Raises ``RunDirectoryError`` where it is no run directory, is served, or where somebody else
+        could write into it.
+        """
+        check_owned(self.directory, stat.S_ISDIR)
+        with _named(self.directory):
+            names = sorted(entry.name for entry in self.directory.iterdir())
+        strange = [name for name in names if not is_ours(name)]
+        if strange and CLAIM not in names:
+            raise errors.RunDirectoryError(
+                f"{self.directory} is not a run directory (it holds {strange[0]!r}): name the "
+                "directory of a run, or one that does not exist"
+            )
         try:
-            fd = os.open(self.directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return ""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return " and is being served by another process"
-        finally:
-            os.close(fd)
-        return ""
+            with _named(self.directory):
+                self.lock()
+                self._make_journal()
+                for name in {CLAIM, LATCH, JOURNAL}.intersection(names):
+                    wanted = stat.S_ISDIR if name == JOURNAL else stat.S_ISREG
+                    check_owned(self.directory / name, wanted)
+                for segment in (self.directory / JOURNAL).iterdir():
+                    check_owned(segment, stat.S_ISREG)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_journal(self) -> None:
+        (self.directory / JOURNAL).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
     def lock(self) -> None:
         """Takes the run's lock, held until ``close`` or the process's end."""
-        fd = self.disk.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+        path = self.directory / LOCK
+        for _ in range(LOCK_TRIES):
+            fd = self.disk.open(path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:  # not one that `abandon` has just removed
+                    self._lock_fd = fd
+                    return
+            except OSError as exc:
+                if exc.errno not in (errno.EAGAIN, errno.EACCES):
+                    self.disk.close(fd)
+                    raise
             self.disk.close(fd)
-            if exc.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            raise errors.RunDirectoryError(
-                f"run directory {self.directory} is being served by another process: stop it first, "
-                "or name another directory"
-            ) from None
-        self._lock_fd = fd
+            time.sleep(LOCK_WAIT_SECONDS)
+        raise errors.RunDirectoryError(
+            f"run directory {self.directory} is being served by another process: stop it first, or "
+            "name another directory"
+        )
 
     def abandon(self) -> None:
         """Undoes ``create`` for a run that never began: a directory with a claim is left alone."""
+        if not (self.directory / CLAIM).exists():
+            (self.directory / LOCK).unlink(missing_ok=True)
+            for empty in (self.directory / JOURNAL, self.directory):
+                with contextlib.suppress(OSError):  # not empty: somebody else's files, left alone
+                    empty.rmdir()
         self.close()
-        if (self.directory / CLAIM).exists():
-            return
-        (self.directory / LOCK).unlink(missing_ok=True)
-        for empty in (self.directory / JOURNAL, self.directory):
-            with contextlib.suppress(OSError):  # not empty: somebody else's files, left alone
-                empty.rmdir()
 
-    # --- create-only files -------------------------------------------------------------------------
+    # --- files beside the journal -----------------------------------------------------------------
 
     def create_only(self, name: str, data: bytes) -> None:
         """A new file of the run, durable with its name when this returns."""
@@ -154,8 +153,7 @@ class RunFiles:
                 self.disk.sync(fd)
         finally:
             self.disk.close(fd)
-        if self._sync:
-            self.disk.sync_directory(path.parent)
+        self._sync_directory(path.parent)
         self.disk.point(f"{name}:after")
 
     def replace(self, name: str, data: bytes) -> None:
@@ -173,18 +171,23 @@ class RunFiles:
         """Removes a file that may be absent."""
         (self.directory / name).unlink(missing_ok=True)
 
-    def read(self, name: str) -> bytes | None:
-        """The bytes of a file of the run, or ``None`` where it does not exist."""
-        try:
-            return (self.directory / name).read_bytes()
-        except FileNotFoundError:
-            return None
+    def set_aside(self, segment: int, offset: int, data: bytes) -> Path:
+        """Keeps a torn tail in a file of its own, durable when this returns.
 
-    # --- the journal ---------------------------------------------------------------------------------
+        A copy that an earlier try left whole is used again; one that it left in part stays.
+        """
+        for nth in range(1, 1000):
+            name = torn_name(segment, offset, nth)
+            try:
+                self.create_only(name, data)
+            except FileExistsError:
+                if (self.directory / name).read_bytes() != data:
+                    continue
+                self._sync_directory(self.directory)
+            return self.directory / name
+        raise errors.RunDirectoryError(f"{self.directory} holds too many torn tails of one place")
 
-    def segments(self) -> list[Path]:
-        """The journal's segments in the order they were written."""
-        return sorted((self.directory / JOURNAL).glob("[0-9]*.jsonl"))
+    # --- the journal ------------------------------------------------------------------------------
 
     def start_segment(self, index: int) -> None:
         """Closes the current segment and opens a new, empty one (create-only)."""
@@ -196,16 +199,32 @@ class RunFiles:
         self.disk.point("rotate:before")
         path = self.directory / JOURNAL / segment_name(index)
         self._journal_fd = self.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        if self._sync:
-            self.disk.sync_directory(path.parent)
+        self._sync_directory(path.parent)
         self.segment, self.segment_bytes = index, 0
         self.disk.point("rotate:after")
 
-    def continue_segment(self, index: int, size: int) -> None:
-        """Opens the last segment of an existing journal for appending; ``size`` in bytes."""
+    def continue_segment(self, index: int, size: int, *, keep: int, newline: bool) -> None:
+        """Opens the last segment of an existing journal for appending.
+
+        ``size`` is what was read of it, ``keep`` what stays; ``newline`` ends the last line. All of
+        it is durable when this returns, whatever an earlier process had left unsynced.
+        """
         path = self.directory / JOURNAL / segment_name(index)
-        self._journal_fd = self.disk.open(path, os.O_WRONLY | os.O_APPEND)
-        self.segment, self.segment_bytes = index, size
+        fd = self.disk.open(path, os.O_WRONLY | os.O_APPEND)
+        self._journal_fd = fd
+        if os.fstat(fd).st_size != size:
+            raise errors.RunDirectoryError(f"{path} changed while it was read: stop what writes it")
+        if keep != size:
+            self.disk.point("trim:before")
+            self.disk.truncate(fd, keep)
+            self.disk.point("trim:after")
+        if newline:
+            self.disk.write(fd, b"\n")
+            self.disk.point("newline:after")
+        if self._sync:
+            self.disk.sync(fd)
+        self._sync_directory(path.parent)
+        self.segment, self.segment_bytes = index, keep + newline
 
     def append(self, data: bytes, *, sync: bool) -> None:
         """Appends whole lines; with ``sync`` they are on the medium when this returns."""
@@ -221,9 +240,38 @@ class RunFiles:
             self.disk.sync(fd)
             self.disk.point("sync:after")
 
+    def _sync_directory(self, path: Path) -> None:
+        if self._sync:
+            self.disk.sync_directory(path)
+
     def close(self) -> None:
         """Closes the journal and gives the lock back."""
         for fd in (self._journal_fd, self._lock_fd):
             if fd is not None:
                 self.disk.close(fd)
         self._journal_fd = self._lock_fd = None
+
+
+@contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """An ``OSError`` while a directory is opened is a sentence for the person who named it."""
+    try:
+        yield
+    except OSError as exc:
+        raise errors.RunDirectoryError(
+            f"run directory {directory} cannot be opened: {exc.strerror or exc}"
+        ) from None
+
+
+def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
+    """Raises ``RunDirectoryError`` unless ``path`` is as ``wanted``, no link, and ours alone."""
+    with _named(path):
+        found = os.lstat(path)
+    if not wanted(found.st_mode):
+        raise errors.RunDirectoryError(f"{path} is a link, or no part of a run directory")
+    if os.geteuid() not in (0, found.st_uid):
+        raise errors.RunDirectoryError(f"{path} belongs to another user: serve as that user")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise errors.RunDirectoryError(
+            f"{path} can be written by others: nobody could vouch for it (chmod go-w)"
+        )

@@ -48,8 +48,11 @@ class Kind(enum.StrEnum):
 KINDS: frozenset[str] = frozenset(kind.value for kind in Kind)
 
 _SUM_BYTES = 64
-_TAIL = re.compile(rb',"sum":"([0-9a-f]{64})"\}\n?\Z')
-_TAIL_BYTES = len(b',"sum":"') + _SUM_BYTES + len(b'"}')
+_SUM_OPEN = b',"sum":"'
+_SUM_CLOSE = b'"}'
+# The end of every line, at a fixed distance from it: comma, key, 64 hex digits, quote, brace.
+_TAIL_BYTES = len(_SUM_OPEN) + _SUM_BYTES + len(_SUM_CLOSE)
+_A_SUM = re.compile(_SUM_OPEN + b"[0-9a-f]{64}" + _SUM_CLOSE)
 _KEYS = ("seq", "at", "prev", "kind", "number", "data", "sum")
 
 
@@ -140,29 +143,44 @@ def encode_line(item: Draft, *, seq: int, at: str, prev: str) -> tuple[bytes, st
     return b'%s,"sum":"%s"}\n' % (body, total.encode()), total
 
 
+def line_sum(line: bytes) -> str | None:
+    """The sum a line ends in, where it matches the bytes before it; ``line`` has no newline."""
+    cut = len(line) - _TAIL_BYTES
+    if cut < 0 or line[cut : cut + len(_SUM_OPEN)] != _SUM_OPEN or line[-2:] != _SUM_CLOSE:
+        return None
+    total = hashlib.sha256(line[:cut]).hexdigest()
+    return total if line[cut + len(_SUM_OPEN) : -2] == total.encode() else None
+
+
+def begins_with_record(tail: bytes) -> bool:
+    """Whether bytes that are no record begin with a whole one: its newline was overwritten.
+
+    No write that was cut short leaves that, so such bytes are no torn tail.
+    """
+    return any(line_sum(tail[: match.end()]) is not None for match in _A_SUM.finditer(tail))
+
+
 def decode_line(line: bytes) -> Line:
     """Reads one line, with or without its newline.
 
     Raises ``LedgerCorrupt`` with the reason: no sum, a sum that differs, or a shape no writer of
     ours leaves.
     """
-    tail = _TAIL.search(line, max(0, len(line) - _TAIL_BYTES - 1))
-    if tail is None:
-        raise errors.LedgerCorrupt("the line does not end in its sum")
-    total = tail.group(1).decode()
-    if hashlib.sha256(line[: tail.start()]).hexdigest() != total:
-        raise errors.LedgerCorrupt("the line's sum does not match its bytes")
+    body = line.removesuffix(b"\n")
+    total = line_sum(body)
+    if total is None:
+        raise errors.LedgerCorrupt("the line does not end in a sum that matches its bytes")
     try:
-        value = orjson.loads(line)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError:
         raise errors.LedgerCorrupt("the line is not JSON") from None
     if type(value) is not dict or tuple(value) != _KEYS:
         raise errors.LedgerCorrupt("the line does not hold exactly the keys of a record")
-    seq, at, prev, kind, number, data = (value[key] for key in _KEYS[:-1])
+    seq, at, prev, kind, number, data, _ = value.values()
     if type(seq) is not int or type(at) is not str or type(prev) is not str:
         raise errors.LedgerCorrupt("seq, at or prev is of the wrong type")
-    if kind not in KINDS:
-        raise errors.LedgerCorrupt(f"unknown kind of record {kind!r}")
+    if type(kind) is not str or kind not in KINDS:
+        raise errors.LedgerCorrupt(f"unknown kind of record {kind!r:.80}")
     if not (number is None or type(number) is int) or type(data) is not dict:
         raise errors.LedgerCorrupt("number or data is of the wrong type")
     return Line(seq, at, prev, total, Record(kind, number, data))

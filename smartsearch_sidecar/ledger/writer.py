@@ -3,25 +3,30 @@
 Everyone else posts a ``Draft`` (a decision already folded into the run's state) and may await its
 receipt. What has queued while a sync was under way is written by the next one, so the cost per
 answer falls as load rises. A failed write or sync is never tried again: every receipt fails, and
-``on_failure`` is told once.
+``on_failure`` is told once. A record that cannot be taken is such a failure too: what was folded
+and never written would leave a history that nobody can read back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
 from smartsearch_sidecar.ledger.record import Draft, Kind, encode_json, encode_line
 
-BATCH_RECORDS_MAX = 512  # bounds one write to a few MB, so that no receipt waits for a whole backlog
-QUEUE_RECORDS_MAX = 65_536  # admission bounds the queue far below; reaching this is a fault of ours
+# Bounds one write to a few MB, so that no receipt waits for a whole backlog.
+BATCH_RECORDS_MAX = 512
+# Admission bounds the queue far below; reaching this is a fault of ours.
+QUEUE_RECORDS_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,10 @@ def wall_clock() -> str:
     """UTC with microseconds, e.g. ``2026-12-02T04:13:00.123456Z``."""
     return datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
+
+def latch_file(*, seq: int, at: str, total: str, data: Mapping[str, Any]) -> bytes:
+    """The bytes of ``latch.json`` for a ``latch.closed`` record: where it lies, and its cause."""
+    return encode_json({"seq": seq, "at": at, "sum": total, **data}) + b"\n"
 
 
 # A posted decision, and who waits for it.
@@ -57,7 +66,8 @@ class Writer:
         clock: Callable[[], str] = wall_clock,
     ) -> None:
         """``seq`` and ``head`` are those of the last record that is on disk (0 and the claim's
-        digest for a new run); ``observe(records, bytes, seconds)`` is told of each batch.
+        digest for a new run), and stay so: they follow each batch. ``observe(records, bytes,
+        seconds)`` is told of each batch.
         """
         self._files = files
         self.seq = seq
@@ -74,7 +84,7 @@ class Writer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._task: asyncio.Task[None] | None = None
 
-    # --- what everyone else calls, on the loop ------------------------------------------------------
+    # --- what everyone else calls, on the loop ----------------------------------------------------
 
     def start(self) -> None:
         """Starts the task; drafts posted before wait in the queue."""
@@ -100,10 +110,20 @@ class Writer:
 
     def _put(self, item: Draft, future: asyncio.Future[Receipt] | None) -> None:
         if self.failure is not None:
-            raise self.failure
-        if self._closing or len(self._queue) >= QUEUE_RECORDS_MAX:
-            raise errors.LedgerFailed("the ledger takes no more records")
+            raise errors.LedgerFailed(self.failure.message)
+        if self._closing:
+            raise errors.LedgerFailed("the ledger is closed and takes no more records")
+        if len(self._queue) >= QUEUE_RECORDS_MAX:
+            failure = errors.LedgerFailed(
+                f"more than {QUEUE_RECORDS_MAX} records wait to be written"
+            )
+            self._fail(failure)
+            self._wake_up()
+            raise failure
         self._queue.append((item, future))
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -119,33 +139,45 @@ class Writer:
     async def close(self) -> None:
         """Writes what is queued, stops the task, and frees the thread. The files stay open."""
         self._closing = True
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self._wake_up()
         if self._task is not None:
-            await self._task
+            # Neither cancelled by who waits here, nor raising into it: a failure was told already.
+            await asyncio.wait({self._task})
         self._pool.shutdown(wait=True)
 
-    # --- the task -------------------------------------------------------------------------------------
+    # --- the task ---------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         batch: list[Posted] = []
         try:
-            while self._queue or not self._closing:
-                if not self._queue:
-                    self._wake = loop.create_future()
-                    await self._wake
-                    self._wake = None
-                    continue
-                batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_RECORDS_MAX))]
-                self._busy = True
-                await self._write_batch(loop, batch)
-                self._busy = False
-        except Exception as exc:  # whatever stopped the writer, nobody may wait for it any longer
-            self._busy = False
+            await self._drain(loop, batch)
+        except BaseException as exc:
+            # Whatever stopped the writer, nobody may wait for it any longer.
             reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
             self._fail(errors.LedgerFailed(f"the ledger cannot be written: {reason}"), batch)
+            if not isinstance(exc, Exception):
+                self._pool.submit(self._leave_latch)
+                raise
+        finally:
+            self._busy = False
+        if self.failure is not None:
             await loop.run_in_executor(self._pool, self._leave_latch)
+
+    async def _drain(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
+        """Writes until closed or failed; ``batch`` is what is under way, also for who catches."""
+        while self.failure is None and (self._queue or not self._closing):
+            if not self._queue:
+                self._wake = loop.create_future()
+                await self._wake
+                self._wake = None
+                continue
+            while self._queue and len(batch) < BATCH_RECORDS_MAX:
+                batch.append(self._queue.popleft())
+            self._busy = True
+            await self._write_batch(loop, batch)
+            self._busy = False
+            batch.clear()
 
     async def _write_batch(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
         lines, receipts, latch = self._encode(batch)
@@ -154,6 +186,7 @@ class Writer:
         began = loop.time()
         await loop.run_in_executor(self._pool, self._commit, blob, wanted, latch)
         took = loop.time() - began
+        self.seq, self.head = receipts[-1].seq, receipts[-1].head
         if self._observe is not None:
             self._observe(len(batch), len(blob), took)
         for (_, future), receipt in zip(batch, receipts, strict=True):
@@ -162,18 +195,17 @@ class Writer:
 
     def _encode(self, batch: list[Posted]) -> tuple[list[bytes], list[Receipt], bytes | None]:
         at = self._clock()
+        seq, head = self.seq, self.head
         lines: list[bytes] = []
         receipts: list[Receipt] = []
         latch: bytes | None = None
         for item, _ in batch:
-            self.seq += 1
-            line, self.head = encode_line(item, seq=self.seq, at=at, prev=self.head)
+            seq += 1
+            line, head = encode_line(item, seq=seq, at=at, prev=head)
             lines.append(line)
-            receipts.append(Receipt(self.seq, self.head))
+            receipts.append(Receipt(seq, head))
             if item.record.kind == Kind.LATCH_CLOSED:
-                latch = encode_json(
-                    {"seq": self.seq, "at": at, "sum": self.head, **item.record.data}
-                )
+                latch = latch_file(seq=seq, at=at, total=head, data=item.record.data)
         return lines, receipts, latch
 
     def _commit(self, blob: bytes, sync: bool, latch: bytes | None) -> None:
@@ -183,17 +215,20 @@ class Writer:
             files.start_segment(files.segment + 1)
         files.append(blob, sync=sync)
         if latch is not None:
-            files.create_only(LATCH, latch + b"\n")
+            with contextlib.suppress(FileExistsError):  # an earlier cause: the first one wins
+                files.create_only(LATCH, latch)
 
-    def _fail(self, failure: errors.LedgerFailed, batch: list[Posted]) -> None:
+    def _fail(self, failure: errors.LedgerFailed, batch: Sequence[Posted] = ()) -> None:
         """Closes the door at once: everybody who waits is told, and so is the run's state."""
-        self.failure = failure
+        first = self.failure is None
+        self.failure = self.failure or failure
         for _, future in (*batch, *self._queue):
             if future is not None and not future.done():
-                future.set_exception(failure)
+                future.set_exception(errors.LedgerFailed(failure.message))
                 future.exception()  # an abandoned receipt must not warn at collection
         self._queue.clear()
-        self._on_failure(failure)
+        if first:
+            self._on_failure(failure)
 
     def _leave_latch(self) -> None:
         """One try to leave the cause beside the journal, which is not touched again."""
@@ -207,9 +242,7 @@ class Writer:
             "attempt_consumed": False,
             "detail": failure.message,
         }
-        try:
+        # There already: an earlier cause, and the first one wins. Not to be written: the disk takes
+        # nothing more, and the process still refuses, and exits 4.
+        with contextlib.suppress(OSError):
             self._files.create_only(LATCH, encode_json(value) + b"\n")
-        except FileExistsError:
-            return  # an earlier cause is there already, and the first one wins
-        except OSError:
-            return  # a disk that takes nothing: the process still refuses, and exits 4

@@ -1,0 +1,108 @@
+"""The names in a run directory, and the few primitives a fault can strike there.
+
+``Disk`` holds them so that tests can fail, forget or crash in any of them without touching anything
+of ours. ``file.py`` writes through it; ``reader.py`` only reads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+
+CLAIM = "claim.json"
+LATCH = "latch.json"
+ENDPOINTS = "endpoints.json"
+LOCK = "lock"
+JOURNAL = "journal"
+
+_SEGMENT = re.compile(r"[0-9]{6,12}\.jsonl", re.ASCII)
+_OURS = re.compile(
+    r"claim\.json|latch\.json|\.?endpoints\.json(?:\.new)?|lock|journal|torn-[0-9-]+\.bin", re.ASCII
+)
+
+
+def segment_name(index: int) -> str:
+    """``000001.jsonl`` for 1: sorts by name as it was written."""
+    return f"{index:06d}.jsonl"
+
+
+def segment_index(name: str) -> int | None:
+    """The inverse of ``segment_name``; ``None`` for any other name."""
+    if _SEGMENT.fullmatch(name) is None:
+        return None
+    index = int(name.partition(".")[0])
+    return index if segment_name(index) == name else None
+
+
+def torn_name(segment: int, offset: int, nth: int) -> str:
+    """Where a torn tail is kept: by segment and byte, and the how-manieth one of that place."""
+    again = f"-{nth}" if nth > 1 else ""
+    return f"torn-{segment:06d}-{offset}{again}.bin"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name may stand in a run directory."""
+    return _OURS.fullmatch(name) is not None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another open file holds the lock; a missing file is free.
+
+    Looks with a shared lock, which whoever takes the lock at the same moment has to wait out.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+class Disk:
+    """The primitives under a run directory; a subclass may fail, forget or crash in any of them.
+
+    ``point`` names where we are, for the crash harness; it does nothing here.
+    """
+
+    def point(self, name: str) -> None:
+        """Called with a name right before or after an effect."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """``os.open`` with our mode and close-on-exec; never follows a link."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Writes all of ``data``; a short write is continued, an error is the caller's."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cuts an open file to ``size`` bytes."""
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """Data, and the metadata needed to read it, to the medium."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes names in ``path`` durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self, fd: int) -> None:
+        """``os.close``."""
+        os.close(fd)

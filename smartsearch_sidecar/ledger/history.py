@@ -1,0 +1,128 @@
+"""A journal read line by line into the history it tells: order, chain, fold and the last line.
+
+The rules of reading, without I/O. ``resume``, ``verify`` and everything else that reads a whole
+journal goes through ``History``, so what one of them refuses none of them reads.
+
+A record follows another when its ``seq`` is the next and its ``prev`` the other's ``sum``. The
+first one is ``run.claimed``, and its ``prev`` is the digest of ``claim.json``. What the fold does
+not take is no history either.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.record import (
+    Kind,
+    Line,
+    begins_with_record,
+    claim_digest,
+    decode_line,
+    line_sum,
+)
+from smartsearch_sidecar.runstate import RunState
+
+LINE_BYTES_MAX = 256 * 1024 * 1024
+"""Bytes of one line: five documents of 8 Mi characters, escaped and in UTF-8, still fit."""
+
+
+class Tail(enum.StrEnum):
+    """How the last segment ends."""
+
+    CLEAN = enum.auto()
+    UNTERMINATED = enum.auto()
+    TORN = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What is to be done with the last piece of a journal, in bytes of that piece.
+
+    ``keep`` bytes are a record (or nothing); the rest was never answered from. ``newline`` says
+    that the record lacks its own.
+    """
+
+    tail: Tail
+    keep: int
+    newline: bool
+
+
+class History:
+    """Everything a journal says so far. Feed it every line in order."""
+
+    def __init__(self, claim: bytes | None) -> None:
+        """``claim`` is ``claim.json`` as it lies on disk, ``None`` where there is none."""
+        self.claim_sha256 = None if claim is None else claim_digest(claim)
+        self.state = RunState()
+        self.seq = 0
+        self.head = self.claim_sha256 or ""
+        self.kinds: Counter[str] = Counter()
+        self.first_at: str | None = None
+        self.last_at: str | None = None
+        self.latch: Line | None = None
+
+    def read(self, raw: bytes) -> Line:
+        """Takes one line without its newline.
+
+        Raises ``LedgerCorrupt`` with the reason; the place is the caller's to name.
+        """
+        line = decode_line(raw)
+        self.take(line)
+        return line
+
+    def take(self, line: Line) -> None:
+        """Takes a line that is whole by its own sum. Raises ``LedgerCorrupt``."""
+        if line.seq != self.seq + 1:
+            raise errors.LedgerCorrupt(f"record {line.seq} comes after record {self.seq}")
+        if line.prev != self.head:
+            raise errors.LedgerCorrupt(self._chain_broken())
+        record = line.record
+        if self.seq == 0:
+            self._first(line)
+        elif record.kind == Kind.RUN_CLAIMED:
+            raise errors.LedgerCorrupt("the run was claimed twice")
+        try:
+            self.state.fold(record)
+        except errors.InvariantBroken as exc:  # live a fault of ours, read back one of the file's
+            raise errors.LedgerCorrupt(exc.message) from None
+        self.seq, self.head, self.last_at = line.seq, line.sum, line.at
+        self.kinds[record.kind] += 1
+        if record.kind == Kind.LATCH_CLOSED:
+            self.latch = line
+
+    def end(self, piece: bytes, *, terminated: bool) -> End:
+        """Takes the last piece of the last segment, which alone may be torn.
+
+        ``piece`` comes without its newline; ``terminated`` says whether it had one. An empty,
+        unterminated piece is what follows the newline of a sound line.
+        """
+        if terminated and line_sum(piece) is not None:
+            self.read(piece)
+            return End(Tail.CLEAN, len(piece), newline=False)
+        if not terminated and not piece:
+            return End(Tail.CLEAN, 0, newline=False)
+        body = piece if terminated else piece.rstrip(b"\0")
+        if not terminated and line_sum(body) is not None:
+            self.read(body)
+            tail = Tail.UNTERMINATED if len(body) == len(piece) else Tail.TORN
+            return End(tail, len(body), newline=True)
+        if begins_with_record(body):
+            raise errors.LedgerCorrupt("a whole record is followed by bytes that are no newline")
+        return End(Tail.TORN, 0, newline=False)
+
+    def _first(self, line: Line) -> None:
+        if line.record.kind != Kind.RUN_CLAIMED:
+            raise errors.LedgerCorrupt(f"the first record is {line.record.kind}, not run.claimed")
+        if line.record.data.get("claim_sha256") != self.claim_sha256:
+            raise errors.LedgerCorrupt("the first record names another claim.json")
+        self.first_at = line.at
+
+    def _chain_broken(self) -> str:
+        if self.seq:
+            return "the line does not chain to the one before it"
+        if self.claim_sha256 is None:
+            return "claim.json is missing, and the first record chains to it"
+        return "claim.json is not the one the first record chains to"
