@@ -1,4 +1,4 @@
-"""A daemon in a process of its own, started as an operator starts it: ``smartsearch-sidecar serve``."""
+"""A daemon in a process of its own, started as an operator starts it, with ``serve``."""
 
 from __future__ import annotations
 

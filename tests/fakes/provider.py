@@ -26,7 +26,8 @@ class FakeProvider:
     """Answers ``documents_for`` after ``seconds``; every knob may be turned while it serves.
 
     ``answer`` replaces the documents (a value, or a function of the query); ``fault`` is raised by
-    every search; ``gate`` holds searches until it is set; ``identity_values`` is what it says it is.
+    every search; ``gate`` holds searches until it is set; ``identity_values`` is what it says it
+    is.
     """
 
     def __init__(self, *, seconds: float = 0.0, remote: bool = False) -> None:

@@ -132,7 +132,7 @@ async def exchange(request: bytes) -> None:
             assert await run.stop() == (4 if cause else 0)
 
 
-@pytest.mark.may_block(
+@pytest.mark.may_block("a run directory is made and removed around each example")
     "run directories made and removed"
 )  # one loop and one run directory an example, made and removed around it
 @settings(

@@ -19,7 +19,7 @@ from tests.fakes.served import (
     read_records,
     served,
 )
-from tests.web.rawclient import Answer, RawClient
+from tests.web.rawclient import Answer, RawClient, until
 
 
 async def raw_exchange(port: int, data: bytes) -> Answer:
@@ -148,33 +148,34 @@ async def test_other_methods_are_405_and_touch_nothing(tmp_path: Path, method: s
 
 
 @pytest.mark.parametrize(
-    ("headers", "body", "status", "code", "cause"),
+    ("headers", "body", "row"),
     [
-        ("", b"", 400, "invalid_body", "http_invalid_body"),
-        ("Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", 400, "invalid_body", "http_invalid_body"),
-        ("Content-Length: 0\r\n", b"", 413, "body_size", "http_body_size"),
-        ("Content-Length: 999999999\r\n", b"", 413, "body_size", "http_body_size"),
-        ("Content-Length: 2\r\n", b"{}", 415, "content_type", "http_content_type"),
+        ("", b"", (400, "invalid_body", "http_invalid_body")),
+        (
+            "Transfer-Encoding: chunked\r\n",
+            b"0\r\n\r\n",
+            (400, "invalid_body", "http_invalid_body"),
+        ),
+        ("Content-Length: 0\r\n", b"", (413, "body_size", "http_body_size")),
+        ("Content-Length: 999999999\r\n", b"", (413, "body_size", "http_body_size")),
+        ("Content-Length: 2\r\n", b"{}", (415, "content_type", "http_content_type")),
         (
             "Content-Type: text/json\r\nContent-Length: 2\r\n",
             b"{}",
-            415,
-            "content_type",
-            "http_content_type",
+            (415, "content_type", "http_content_type"),
         ),
         (
             "Content-Length: 2\r\nContent-Length: 2\r\n",
             b"{}",
-            400,
-            "bad_message",
-            "http_bad_message",
+            (400, "bad_message", "http_bad_message"),
         ),
     ],
 )
 async def test_framing_faults(
-    tmp_path: Path, headers: str, body: bytes, status: int, code: str, cause: str
+    tmp_path: Path, headers: str, body: bytes, row: tuple[int, str, str]
 ) -> None:
     """Each fault of framing has its row."""
+    status, code, cause = row
     async with served(tmp_path / "run") as run:
         answer = await raw_exchange(
             run.port,
@@ -278,19 +279,20 @@ async def test_training_declines_what_the_policy_gets_wrong(tmp_path: Path, quer
 
 
 @pytest.mark.parametrize(
-    ("query", "status", "code", "cause", "attempts"),
+    ("query", "row", "attempts"),
     [
-        ("", 400, "invalid_request", "invalid_native_request", 0),
-        ("word " * 900, 400, "invalid_request", "invalid_native_request", 0),
-        ("\ud800", 400, "invalid_request", "http_invalid_request", 0),
-        ("a </search> b", 502, "retrieval_failed", "retrieval_failed", 1),
+        ("", (400, "invalid_request", "invalid_native_request"), 0),
+        ("word " * 900, (400, "invalid_request", "invalid_native_request"), 0),
+        ("\ud800", (400, "invalid_request", "http_invalid_request"), 0),
+        ("a </search> b", (502, "retrieval_failed", "retrieval_failed"), 1),
     ],
     ids=["empty", "long", "surrogate", "tag"],
 )
 async def test_reference_latches_what_the_policy_gets_wrong(
-    tmp_path: Path, query: str, status: int, code: str, cause: str, attempts: int
+    tmp_path: Path, query: str, row: tuple[int, str, str], attempts: int
 ) -> None:
     """With ``on_invalid_query = "latch"`` each ends the run in the reference's own way."""
+    status, code, cause = row
     async with served(tmp_path / "run", profile="reference") as run:
         got, value = await run.execute(query)
         assert (got, value["error"]["code"]) == (status, code)
@@ -311,8 +313,7 @@ async def test_ninth_is_busy_in_the_reference_profile(tmp_path: Path) -> None:
     provider.gate = asyncio.Event()
     async with served(tmp_path / "run", provider=provider, profile="reference") as run:
         eight = [asyncio.create_task(run.execute(f"q{n}")) for n in range(8)]
-        while provider.under_way < 8:
-            await asyncio.sleep(0)
+        await until(lambda: provider.under_way == 8)
         status, value = await run.execute("ninth")
         assert (status, value["error"]["code"]) == (429, "busy")
         provider.gate.set()
@@ -381,8 +382,7 @@ async def test_deadline_during_the_search(tmp_path: Path) -> None:
         status, value = await run.execute("q")
         assert (status, value["error"]["code"]) == (504, "deadline")
         provider.gate.set()
-        while provider.under_way:
-            await asyncio.sleep(0)
+        await until(lambda: not provider.under_way)
         assert "retrieval.answered" not in [record["kind"] for record in run.records()]
         await expect_latched(run, "deadline", attempts=1, consumed=True)
 
@@ -393,8 +393,7 @@ async def test_latched_while_searching_is_recorded_and_refused(tmp_path: Path) -
     provider.gate = asyncio.Event()
     async with served(tmp_path / "run", provider=provider) as run:
         asking = asyncio.create_task(run.execute("q"))
-        while not provider.under_way:
-            await asyncio.sleep(0)
+        await until(lambda: provider.under_way == 1)
         await run.internal("POST", "/latch", {"reason": "stop it"})
         provider.gate.set()
         assert (await asking)[0] == 502
