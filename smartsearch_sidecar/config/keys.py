@@ -24,8 +24,7 @@ def key(default: Any, why: str) -> Any:
 
 def whole(default: int, low: int, high: int, unit: str, why: str) -> Any:
     """A whole number with both bounds and a unit (empty for what only names: a port, a seed)."""
-    extra = {"unit": unit} if unit else None
-    return Field(default, ge=low, le=high, description=why, json_schema_extra=extra)
+    return Field(default, ge=low, le=high, description=why, json_schema_extra={"unit": unit})
 
 
 def seconds(default: float, high: float, why: str) -> Any:

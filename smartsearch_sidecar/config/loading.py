@@ -105,7 +105,7 @@ def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], list[str]]
     for key in PRESETS:
         if key not in settings:
             values[key] = preset(
-                key, str(values.get("profile")), nodes=nodes if isinstance(nodes, int) else 1
+                key, values.get("profile"), nodes=nodes if isinstance(nodes, int) else 1
             )
     return values, problems
 
@@ -127,9 +127,10 @@ def _path(setting: Setting) -> Any:
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         return value
     try:
-        return setting.base / Path(value).expanduser()
+        path = setting.base / Path(value).expanduser()
     except RuntimeError:  # ~name of nobody
         return value
+    return Path(os.path.normpath(path))
 
 
 def _nested(values: Mapping[str, Any], named: set[str]) -> dict[str, Any]:

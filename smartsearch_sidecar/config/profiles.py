@@ -28,9 +28,12 @@ PRESETS: Final[dict[str, tuple[Any, Any]]] = {
 }
 
 
-def preset(key: str, profile: str = "training", *, nodes: int = 1) -> Any:
-    """What ``profile`` sets ``key`` to, in a run of ``nodes`` trainer nodes."""
-    if key == "reward.provenance" and profile == "training" and nodes > 1:
+def preset(key: str, profile: object = "training", *, nodes: int = 1) -> Any:
+    """What ``profile`` sets ``key`` to, in a run of ``nodes`` trainer nodes.
+
+    What is no profile presets as training does: it is refused elsewhere, with everything else.
+    """
+    if key == "reward.provenance" and profile != "reference" and nodes > 1:
         # One sidecar cannot know what the others answered: it can record, not refuse.
         return "record"
     training, reference = PRESETS[key]

@@ -99,6 +99,6 @@ def allowed(key: str) -> str:
 
 
 def unit(key: str) -> str:
-    """The unit of a number as `` (unit)``, or nothing where the key is none."""
+    """The unit of a number as `` (unit)``, or nothing where the key has none."""
     extra = FIELDS[key].json_schema_extra
-    return f" ({extra['unit']})" if isinstance(extra, dict) and "unit" in extra else ""
+    return f" ({extra['unit']})" if isinstance(extra, dict) and extra.get("unit") else ""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from smartsearch_sidecar.config import schema
 
 ENV_PREFIX = "SMARTSEARCH_SIDECAR__"
-_SHOWN_MAX = 60
+_SHOWN_MAX = 200  # characters: a path fits, a corpus does not
 
 
 def env_name(key: str) -> str:
@@ -26,19 +26,31 @@ def env_name(key: str) -> str:
 
 
 def nearest(key: str) -> str:
-    """The known key a person most likely meant: the same word elsewhere, else the closest."""
-    leaf = key.rpartition(".")[2]
-    elsewhere = [known for known in schema.FIELDS if known.rpartition(".")[2] == leaf]
-    section = key.rpartition(".")[0]
-    siblings = [
-        known for known in (*schema.FIELDS, *schema.SECTIONS) if known.rpartition(".")[0] == section
-    ]
+    """The known key or section a person most likely meant.
+
+    A slip of a letter inside the section first, then the same word in another section, then
+    whatever is closest.
+    """
+    section, _, leaf = key.rpartition(".")
     everything = [*schema.FIELDS, *schema.SECTIONS]
-    return (
-        difflib.get_close_matches(key, siblings, 1, cutoff=0.75)
-        or difflib.get_close_matches(key, elsewhere, 1, cutoff=0.0)
-        or difflib.get_close_matches(key, everything, 1, cutoff=0.0)
-    )[0]
+    siblings = {_leaf(known): known for known in everything if _section(known) == section}
+    if slip := difflib.get_close_matches(leaf, siblings, 1, cutoff=0.75):
+        return siblings[slip[0]]
+    if elsewhere := [known for known in everything if _leaf(known) == leaf]:
+        return max(elsewhere, key=lambda known: _alike(section, _section(known)))
+    return max(everything, key=lambda known: _alike(leaf, _leaf(known)) + _alike(key, known))
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def unknown(key: str, source: str, *, as_env: bool = False) -> str:
