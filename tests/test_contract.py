@@ -158,7 +158,7 @@ def test_a_dataset_environment_is_accepted_by_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    ("old", "new"),
     [
         ("top_n=5", "top_n=6"),
         ("import json", "import  json"),
@@ -234,7 +234,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("query, problem", PROBLEMS)
+@pytest.mark.parametrize(("query", "problem"), PROBLEMS)
 @pytest.mark.parametrize("spelling", ["native", "turned"])
 def test_a_query_fault_alone_comes_back_named(
     query: str, problem: QueryProblem | None, spelling: str
@@ -259,7 +259,7 @@ def test_the_bound_on_a_call_counts_bytes_of_the_whole_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "call, cause",
+    ("call", "cause"),
     [
         # A call that cannot be written has no parts to judge; its length is not asked either.
         (native("x") + LONE, JSON),

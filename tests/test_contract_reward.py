@@ -32,7 +32,7 @@ def refusal_of_batch(body: Any, rows_max: int = 3) -> InvalidRequest:
 
 
 @pytest.mark.parametrize(
-    "truth, held",
+    ("truth", "held"),
     [
         ("Ada", "Ada"),
         (" ", " "),
