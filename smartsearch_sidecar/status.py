@@ -7,6 +7,7 @@ Three states: ``healthy`` (latch open, everything settled, ledger writable, iden
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 from smartsearch_sidecar import errors
@@ -39,7 +40,9 @@ async def check(service: Service, seconds: float) -> str:
             await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
             service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
-    if service.state.closed or service.writer.failure is not None:
+    if service.state.closed:
+        with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
+            await service.recorder.latch_durable()
         return "failed"
     return "pending" if _pending(service) else "healthy"
 

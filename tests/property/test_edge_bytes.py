@@ -133,8 +133,6 @@ async def exchange(request: bytes) -> None:
 
 
 @pytest.mark.may_block("a run directory is made and removed around each example")
-    "run directories made and removed"
-)  # one loop and one run directory an example, made and removed around it
 @settings(
     max_examples=120,
     deadline=None,
