@@ -161,7 +161,7 @@ async def test_record_mode_records_the_loss_and_goes_on(tmp_path: Path) -> None:
     """With ``on_undelivered = "record"`` a hang-up is written down and the run stays good."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
-    keys = {"execute__on_undelivered": "record"}
+    keys: dict[str, Any] = {"execute__on_undelivered": "record"}
     async with served(tmp_path / "run", provider=provider, **keys) as run:
         client = await hang_up(run)
         await until(lambda: provider.under_way == 1)

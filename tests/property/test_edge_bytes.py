@@ -19,7 +19,7 @@ from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, native_b
 from tests.web.rawclient import RawClient
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-ROWS = {
+ROWS: dict[int, set[str | None]] = {
     200: {None},
     400: {"invalid_body", "invalid_request", "bad_message", "operator_request"},
     401: {"unauthorized"},

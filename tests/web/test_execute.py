@@ -325,7 +325,7 @@ async def test_deadline_while_waiting_is_busy(tmp_path: Path) -> None:
     """A request whose deadline passes in the room is refused as busy."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
-    keys = {"execute__slots": 1, "execute__deadline_seconds": 0.1}
+    keys: dict[str, Any] = {"execute__slots": 1, "execute__deadline_seconds": 0.1}
     async with served(tmp_path / "run", provider=provider, **keys) as run:
         first = asyncio.create_task(run.execute("first"))
         second = asyncio.create_task(run.execute("second"))

@@ -42,7 +42,7 @@ async def test_readyz_is_503_once_latched(tmp_path: Path) -> None:
 
 async def test_probe_listener_serves_probes_alone(tmp_path: Path) -> None:
     """The second listener knows no capability."""
-    keys = {"server__probe_host": "127.0.0.1", "server__probe_port": 0}
+    keys: dict[str, Any] = {"server__probe_host": "127.0.0.1", "server__probe_port": 0}
     async with served(tmp_path / "run", **keys) as run:
         port = run.daemon.probe_port
         base = f"http://127.0.0.1:{port}"
