@@ -400,10 +400,9 @@ class Edge(RequestHandler):
 
     def idle(self) -> bool:
         """Whether it waits for a request and no byte of one is here or in the kernel."""
-        if self._waiter is None or self._waiter.done() or self._first is not None:
+        waiting = self._waiter is not None and not self._waiter.done()
+        if not waiting or self._first is not None or self.transport is None or self.closing():
             return False
-        if self._poller is None or self.transport is None:
-            return True
         pending = select.poll()
         pending.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         return not pending.poll(0)
@@ -571,11 +570,34 @@ class Edge(RequestHandler):
         self.server.observer.crashed(exc)
 
 
+def check_runtime(
+    version: str = aiohttp.__version__, parser: str = HttpRequestParser.__module__
+) -> None:
+    """Raise NotAvailable where what this file leans on is not what it was tested with."""
+    if version not in TESTED_AIOHTTP:
+        raise NotAvailable(
+            f"aiohttp {version} is installed, this package was tested with "
+            f"{', '.join(TESTED_AIOHTTP)}: install that version."
+        )
+    if parser != C_PARSER:
+        raise NotAvailable(
+            "aiohttp runs without its C parser, which takes fewer malformed requests: unset "
+            "AIOHTTP_NO_EXTENSIONS, or install aiohttp from a wheel."
+        )
+    if not hasattr(select, "POLLRDHUP") or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        raise NotAvailable("This system cannot tell that a client has left: serve on Linux.")
+
+
 Handler = Callable[[EdgeRequest], Awaitable[Reply | web.StreamResponse]]
 
 
 class EdgeServer(web.Server):
-    """The factory of connections, and what they share."""
+    """The factory of connections, and what they share; ``listen`` opens its door.
+
+    Made on the running loop. ``needle`` is ``b"/" + execute capability + b"/"``: a connection whose
+    bytes hold it is no stranger. ``keepalive_seconds`` bounds idleness and headers. Raises
+    NotAvailable where aiohttp is not the one that was tested, InvariantBroken for bounds of 0.
+    """
 
     def __init__(
         self,
@@ -585,8 +607,11 @@ class EdgeServer(web.Server):
         needle: bytes,
         keepalive_seconds: float,
         connections_max: int,
-        stall_seconds: float,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
+        check_runtime()
+        if not needle or min(keepalive_seconds, connections_max, stall_seconds) <= 0:
+            raise InvariantBroken("The edge needs a needle, and bounds that are over zero.")
         super().__init__(
             cast("Any", handler),
             request_factory=cast("Any", EdgeRequest),
@@ -629,50 +654,7 @@ class EdgeServer(web.Server):
         return [edge for edge in self.connections if isinstance(edge, Edge)]
 
 
-def check_runtime(
-    version: str = aiohttp.__version__, parser: str = HttpRequestParser.__module__
-) -> None:
-    """Raise NotAvailable where what this file leans on is not what it was tested with."""
-    if version not in TESTED_AIOHTTP:
-        raise NotAvailable(
-            f"aiohttp {version} is installed, this package was tested with "
-            f"{', '.join(TESTED_AIOHTTP)}: install that version."
-        )
-    if parser != C_PARSER:
-        raise NotAvailable(
-            "aiohttp runs without its C parser, which takes fewer malformed requests: unset "
-            "AIOHTTP_NO_EXTENSIONS, or install aiohttp from a wheel."
-        )
-    if not hasattr(select, "POLLRDHUP") or not hasattr(socket, "TCP_USER_TIMEOUT"):
-        raise NotAvailable("This system cannot tell that a client has left: serve on Linux.")
-
-
-def serve(
-    handler: Handler,
-    *,
-    observer: EdgeObserver,
-    needle: bytes,
-    keepalive_seconds: float,
-    connections_max: int,
-    stall_seconds: float = STALL_SECONDS,
-) -> EdgeServer:
-    """Make the server, on the running loop; ``listen`` opens its door.
-
-    ``needle`` is ``b"/" + execute capability + b"/"``: a connection whose bytes hold it is no
-    stranger. ``keepalive_seconds`` bounds idleness and headers and must be over 0. Raises
-    NotAvailable where aiohttp is not the one that was tested, InvariantBroken for an empty needle.
-    """
-    check_runtime()
-    if not needle or keepalive_seconds <= 0 or connections_max <= 0 or stall_seconds <= 0:
-        raise InvariantBroken("The edge needs a needle, and bounds that are over zero.")
-    return EdgeServer(
-        handler,
-        observer=observer,
-        needle=needle,
-        keepalive_seconds=keepalive_seconds,
-        connections_max=connections_max,
-        stall_seconds=stall_seconds,
-    )
+serve: Final = EdgeServer
 
 
 async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
