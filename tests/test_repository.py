@@ -1,0 +1,341 @@
+"""The repository itself: the house's rules that no linter knows, over every tracked file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import smartsearch_sidecar
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "smartsearch_sidecar"
+INTEGRATIONS = PACKAGE / "integrations"
+
+PACKAGE_FILE_LINES = 300
+TEST_FILE_LINES = 700
+FUNCTION_LINES = 60
+
+# The caps are soft: a file or function may pass one with its reason here.
+LONG: dict[str, str] = {
+    "smartsearch_sidecar/web/edge.py": "all that leans on aiohttp's insides, alone in one file",
+    "smartsearch_sidecar/errors.py": "the catalogue of every failure; a list, not logic",
+}
+
+# Who may open files, and which. Everyone else is handed bytes.
+OPENS_FILES: dict[str, str] = {
+    "smartsearch_sidecar/ledger/file.py": "the files of a run, alone",
+    "smartsearch_sidecar/ledger/disk.py": "the calls it makes, where a test can make them fail",
+    "smartsearch_sidecar/config": "the configuration and the capabilities' files",
+    "smartsearch_sidecar/retrieval": "corpora, indexes and canaries",
+    "smartsearch_sidecar/reward": "references and the pinned source",
+    "smartsearch_sidecar/client.py": "endpoints.json, to find a sidecar",
+    "smartsearch_sidecar/commands": "what a person names on the command line",
+    "smartsearch_sidecar/web/page": "the page's own text",
+    "smartsearch_sidecar/integrations": "endpoints.json and receipts, in the trainer's process",
+}
+OPENERS = {"open", "read_bytes", "read_text", "write_bytes", "write_text", "mkstemp", "mkdtemp"}
+
+# The two halves of aiohttp, which import contracts cannot tell apart, and the standard library's.
+SERVER_HALF = ("smartsearch_sidecar/web/", "smartsearch_sidecar/daemon.py")
+CLIENT_HALF = (
+    "smartsearch_sidecar/retrieval/flashrag.py",
+    "smartsearch_sidecar/reward/helper.py",
+    "smartsearch_sidecar/client.py",
+    "smartsearch_sidecar/integrations/",
+)
+CLIENT_NAMES = {"ClientSession", "ClientTimeout", "TCPConnector", "request"}
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Every file git tracks and that is still there."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    paths = (ROOT / name for name in listed.stdout.split("\0") if name)
+    return tuple(path for path in paths if path.is_file())
+
+
+def named(path: Path) -> str:
+    """A path as it is written in a message."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def python(under: Path) -> list[Path]:
+    """The tracked Python files under a folder."""
+    return [path for path in tracked() if path.suffix == ".py" and path.is_relative_to(under)]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_bytes(), filename=named(path))
+
+
+def texts() -> Iterator[tuple[str, int, str]]:
+    """Every line of every tracked text file: name, number, line."""
+    for path in tracked():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(lines, 1):
+            yield named(path), number, line
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function and method of a file."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def imported(path: Path) -> set[str]:
+    """Every module a file imports, and every name it takes from one, dotted."""
+    names: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+# --- size and names ------------------------------------------------------------------------------
+
+
+def test_files_are_short() -> None:
+    """A file of the package has 300 lines at most, one of the tests 700, or a reason above."""
+    for folder, cap in ((PACKAGE, PACKAGE_FILE_LINES), (ROOT / "tests", TEST_FILE_LINES)):
+        lengths = {named(path): len(path.read_bytes().splitlines()) for path in python(folder)}
+        long = {name: length for name, length in lengths.items() if length > cap}
+        assert not set(long) - set(LONG), f"over {cap} lines: {long}"
+
+
+def test_functions_are_short() -> None:
+    """A function of the package has 60 lines at most, its docstring included, or a reason above."""
+    long = {}
+    for path in python(PACKAGE):
+        for function in functions(path):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            name = f"{named(path)}:{function.name}"
+            if length > FUNCTION_LINES and name not in LONG:
+                long[name] = length
+    assert not long, f"over {FUNCTION_LINES} lines: {long}"
+
+
+def test_exceptions_to_the_caps_are_needed() -> None:
+    """No reason stands for a file or function that has become short, or is gone."""
+    lengths: dict[str, tuple[int, int]] = {}
+    for path in python(PACKAGE):
+        lengths[named(path)] = (len(path.read_bytes().splitlines()), PACKAGE_FILE_LINES)
+        for function in functions(path):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            lengths[f"{named(path)}:{function.name}"] = (length, FUNCTION_LINES)
+    for name in LONG:
+        length, cap = lengths.get(name, (0, 0))
+        assert length > cap, f"{name} no longer needs its reason"
+
+
+def test_no_module_is_named_for_nothing() -> None:
+    """No module is called utils, helpers, common or base: such a name says nothing."""
+    empty = {"util", "utils", "helpers", "common", "base", "misc"}
+    assert [named(path) for path in python(ROOT) if {path.stem, path.parent.name} & empty] == []
+
+
+def test_every_module_begins_alike() -> None:
+    """Every module of the package has a docstring and the annotations of the future."""
+    for path in python(PACKAGE):
+        body = tree(path).body
+        if not body:
+            continue
+        assert ast.get_docstring(tree(path)), f"{named(path)} has no docstring"
+        future = any(
+            isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in body
+        )
+        assert future or len(body) == 1, f"{named(path)} lacks `from __future__ import annotations`"
+
+
+def test_every_test_says_what_must_be_true() -> None:
+    """Every test has a docstring that is a sentence."""
+    silent = []
+    for path in python(ROOT / "tests"):
+        for function in functions(path):
+            sentence = (ast.get_docstring(function) or "").strip()
+            if function.name.startswith("test_") and not sentence.endswith("."):
+                silent.append(f"{named(path)}:{function.name}")
+    assert not silent, f"no sentence: {silent}"
+
+
+# --- what must not be in a file ------------------------------------------------------------------
+
+
+def test_no_path_of_a_machine() -> None:
+    """No tracked file names a folder of somebody's machine."""
+    folder = re.compile(r"(?<![\w.~\]})>-])/(work|root|tmp|Users)/\w")
+    found = [f"{name}:{number}" for name, number, line in texts() if folder.search(line)]
+    assert not found, f"a path of a machine: {found}"
+
+
+def test_no_registry() -> None:
+    """No tracked file names a package registry's host or where to find one."""
+    hosts = [
+        ".".join(host) for host in (("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org"))
+    ]
+    hosts += [
+        ".".join(host) for host in (("deb", "debian", "org"), ("docker", "io"), ("ghcr", "io"))
+    ]
+    options = ["--" + option for option in ("index-url", "extra-index-url", "find-links")]
+    found = [
+        f"{name}:{number}"
+        for name, number, line in texts()
+        if any(word in line.lower() for word in (*hosts, *options))
+    ]
+    assert not found, f"a registry: {found}"
+
+
+def test_no_assert_in_the_package() -> None:
+    """The package never relies on assert, which vanishes under -O."""
+    asserts = [
+        f"{named(path)}:{node.lineno}"
+        for path in python(PACKAGE)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not asserts
+
+
+def test_every_exemption_has_its_reason() -> None:
+    """Behind each `noqa` stands why."""
+    exemption = re.compile(r"#\s*(?:ruff:\s*)?noqa\b(?!`)(?P<rest>.*)")
+    reason = re.compile(r":\s*[A-Z]+\d+(,\s*[A-Z]+\d+)*\s*(-|#)\s*\w")
+    bare = [
+        f"{name}:{number}"
+        for name, number, line in texts()
+        if name.endswith(".py") and (match := exemption.search(line))
+        if not reason.match(match["rest"]) and not line.startswith("# ruff: noqa:")
+    ]
+    assert not bare, f"no reason beside: {bare}"
+
+
+# --- doors ---------------------------------------------------------------------------------------
+
+
+def test_only_named_rooms_open_files() -> None:
+    """Files of a run are opened by ledger.file alone, other files by those who own them."""
+    strangers = []
+    for path in python(PACKAGE):
+        if any(named(path) == room or named(path).startswith(f"{room}/") for room in OPENS_FILES):
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = (
+                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                )
+                if name in OPENERS:
+                    strangers.append(f"{named(path)}:{node.lineno} {name}")
+    assert not strangers
+
+
+def test_each_half_of_aiohttp_stays_in_its_rooms() -> None:
+    """The server half is web's and daemon's; HTTP clients belong to three files."""
+    for path in python(PACKAGE):
+        name, names = named(path), imported(path)
+        attributes = {
+            f"{node.value.id}.{node.attr}"
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        server = {one for one in names | attributes if re.match(r"aiohttp\.(web|web_\w+)\b", one)}
+        assert not server or name.startswith(SERVER_HALF), f"{name} serves: {server}"
+        client = {f"aiohttp.{one}" for one in CLIENT_NAMES} | {"http.client", "urllib.request"}
+        assert not client & (names | attributes) or name.startswith(CLIENT_HALF), f"{name} asks"
+
+
+def test_integrations_stand_alone() -> None:
+    """A trainer-side file is Python 3.10, needs the standard library only, and is not imported."""
+    for path in python(INTEGRATIONS):
+        ast.parse(path.read_bytes(), filename=named(path), feature_version=(3, 10))
+        top = {name.partition(".")[0] for name in imported(path)}
+        trainers = {"verl", "torch", "ray", "numpy"}  # there in the process the file is loaded into
+        assert top <= set(sys.stdlib_module_names) | trainers, f"{named(path)} imports {top}"
+    for path in python(PACKAGE):
+        inside = {name for name in imported(path) if ".integrations" in name}
+        assert not inside or path.is_relative_to(INTEGRATIONS), f"{named(path)} imports {inside}"
+
+
+# --- what must be there --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "Makefile",
+        "Dockerfile",
+        ".ci/run",
+        "config/README.md",
+        "smartsearch_sidecar/README.md",
+        "smartsearch_sidecar/py.typed",
+    ],
+)
+def test_file_is_there(name: str) -> None:
+    """What a newcomer, an operator or a packager looks for is there and tracked."""
+    assert ROOT / name in tracked()
+
+
+def test_changelog_knows_the_version() -> None:
+    """The version the package gives is one the changelog tells about."""
+    headings = re.findall(
+        r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert smartsearch_sidecar.__version__ in headings
+
+
+def test_locks_hold_what_the_project_asks_for() -> None:
+    """Every dependency stands in the lock, at a version the project allows, with hashes."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    full = [*project["dependencies"], *extras["parquet"], *extras["cluster"]]
+    wanted = {
+        "runtime": project["dependencies"],
+        "full": full,
+        "dev": [*full, *extras["parity"], *extras["dev"][1:]],
+        "build": _build_requirements(),
+    }
+    for lock, requirements in wanted.items():
+        pins = _pins(ROOT / "requirements" / f"{lock}.txt")
+        for requirement in map(Requirement, requirements):
+            version = pins.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement.name} is not in {lock}.txt: make lock"
+            assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+def _build_requirements() -> list[str]:
+    system = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+    return list(system["requires"])
+
+
+def _pins(lock: Path) -> dict[str, str]:
+    """Name to version; a pin without a hash is a failure."""
+    pins: dict[str, str] = {}
+    for block in re.split(r"\n(?=[a-z])", lock.read_text(encoding="utf-8")):
+        match = re.match(r"([a-z0-9._-]+)==([^\s;]+)", block)
+        if match:
+            assert "--hash=sha256:" in block, f"{match[1]} has no hash in {lock.name}"
+            pins[canonicalize_name(match[1])] = match[2]
+    return pins
