@@ -319,6 +319,24 @@ class RewardError(SidecarError):
     cause = "reward_failed"
 
 
+class RewardLatched(RewardError):
+    """The run has failed before; no reward is given any more."""
+
+    cause = None
+
+
+class RewardCancelled(RewardError):
+    """An admitted score was cancelled (the daemon was told to stop before it could finish)."""
+
+    cause = "reward_cancelled"
+
+
+class RewardDeadline(RewardError):
+    """The deadline passed before the score was finished."""
+
+    cause = "reward_deadline"
+
+
 class ReferenceMismatch(RewardError):
     """The question, or the answers sent with it, are not among the declared references."""
 
