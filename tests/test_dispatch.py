@@ -330,6 +330,25 @@ async def test_a_recorded_call_is_not_sent_after_a_failure(
     books.assert_balanced()
 
 
+async def test_a_failure_stops_calls_that_have_not_begun(
+    fake: FakeHelper, client: HelperClient
+) -> None:
+    """A refusal in the very first step leaves no other call a reservation."""
+    books = Books(fake)
+    asked: list[str] = []
+
+    async def before(prompt: str) -> int:
+        asked.append(prompt)
+        raise errors.QuotaExhausted("used up")
+
+    dispatch = HelperDispatch(client, concurrency=4, seed=17)
+    with pytest.raises(errors.QuotaExhausted):
+        await dispatch.ask_all(
+            prompts(5), before=before, after=books.after, failed=books.failed, deadline=soon()
+        )
+    assert asked == ["p0"]
+
+
 async def test_a_hook_that_fails_fails_the_batch(fake: FakeHelper, client: HelperClient) -> None:
     """A settlement that cannot be recorded is raised, and not settled a second time."""
     books = Books(fake)

@@ -154,9 +154,6 @@ class _Batch:
         """Every call in a task of its own; returns or raises once all of them are settled."""
         alarm = asyncio.get_running_loop().call_at(self._deadline, self._late)
         tasks = [asyncio.create_task(self._one(prompt)) for prompt in prompts]
-        self._unsent.update(tasks)
-        if self._stopped:  # cancelled before there was anything to cancel
-            self.stop()
         try:
             if tasks:
                 await asyncio.wait(tasks)
@@ -197,6 +194,9 @@ class _Batch:
 
     async def _one(self, prompt: str) -> str:
         task = cast("asyncio.Task[str]", asyncio.current_task())
+        if self._stopped:
+            raise asyncio.CancelledError
+        self._unsent.add(task)
         try:
             async with self._dispatch.places:
                 number = await self._before(prompt)
