@@ -450,10 +450,12 @@ class Edge(RequestHandler):
         self._began.extend([self._arrived] * (count - 1))
         self._first = None
         message, payload = self._messages[-1]
-        self._taking = None if payload.is_eof() else payload
         # Here, not in handle_error: that runs only while the client stays.
         if type(message) is _ErrInfo:
+            if self._taking is not None:
+                self._taking.feed_eof()  # a bad chunk: the parser would let its reader wait
             self._blame(type(message.exc).__name__)
+        self._taking = None if payload.is_eof() else payload
 
     def next_began(self) -> float:
         """Loop time of the first byte of the request taken next."""

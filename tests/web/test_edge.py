@@ -48,6 +48,7 @@ OTHER_FORMS = [
     ("POST", "ftp://h/a"),
     ("POST", "http://xn--a/c"),  # aiohttp's own request dies of this one, without any answer
     ("CONNECT", "h:1"),
+    ("CONNECT", "/a/b"),
     ("OPTIONS", "*"),
     ("PATCH", "/a/b"),
 ]
@@ -74,6 +75,23 @@ async def test_target_and_method_reach_the_handler_as_sent() -> None:
         assert served.seen.silent
     assert seen[0][2] == "/a/b"
     assert seen[len(ORIGIN_FORMS)][2] == "/"  # what no route of ours looks like is not taken apart
+
+
+async def test_versions_before_and_after_ours_are_shown_to_the_handler_and_closed() -> None:
+    """The parser takes HTTP/0.9, 1.0 and 2.0; the handler sees which, and none is kept."""
+    seen: list[tuple[int, int]] = []
+
+    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+        seen.append((request.version.major, request.version.minor))
+        return answering(request)
+
+    async with serving(handler) as served:
+        for version in ("0.9", "1.0", "2.0"):
+            client = await served.connect()
+            await client.send(message(version=version, headers=("Connection: keep-alive",)))
+            assert (await client.answer()).headers["connection"] == "close"
+            client.close()
+    assert seen == [(0, 9), (1, 0), (2, 0)]
 
 
 async def test_began_is_the_first_byte_of_each_request() -> None:
