@@ -28,6 +28,9 @@ from smartsearch_sidecar.runstate import RunState
 LINE_BYTES_MAX = 256 * 1024 * 1024
 """Bytes of one line: five documents of 8 Mi characters, escaped and in UTF-8, still fit."""
 
+_RUN_CLAIMED = Kind.RUN_CLAIMED.value
+_LATCH_CLOSED = Kind.LATCH_CLOSED.value
+
 
 class Tail(enum.StrEnum):
     """How the last segment ends."""
@@ -53,15 +56,18 @@ class End:
 class History:
     """Everything a journal says so far. Feed it every line in order."""
 
-    def __init__(self, claim: bytes | None) -> None:
-        """``claim`` is ``claim.json`` as it lies on disk, ``None`` where there is none."""
+    def __init__(self, claim: bytes | None, *, documents: bool = False) -> None:
+        """``claim`` is ``claim.json`` as it lies on disk, ``None`` where there is none;
+        ``documents`` whether the lines it gives back hold the passages of answers.
+        """
+        self._documents = documents
         self.claim_sha256 = None if claim is None else claim_digest(claim)
         self.state = RunState()
         self.seq = 0
         self.head = self.claim_sha256 or ""
         self.kinds: Counter[str] = Counter()
         self.first_at: str | None = None
-        self.last_at: str | None = None
+        self.last: Line | None = None
         self.latch: Line | None = None
 
     def read(self, raw: bytes) -> Line:
@@ -69,29 +75,26 @@ class History:
 
         Raises ``LedgerCorrupt`` with the reason; the place is the caller's to name.
         """
-        line = decode_line(raw)
-        self.take(line)
-        return line
-
-    def take(self, line: Line) -> None:
-        """Takes a line that is whole by its own sum. Raises ``LedgerCorrupt``."""
-        if line.seq != self.seq + 1:
-            raise errors.LedgerCorrupt(f"record {line.seq} comes after record {self.seq}")
-        if line.prev != self.head:
+        line = decode_line(raw, documents=self._documents)
+        seq, _, prev, total, record = line
+        if seq != self.seq + 1:
+            raise errors.LedgerCorrupt(f"record {seq} comes after record {self.seq}")
+        if prev != self.head:
             raise errors.LedgerCorrupt(self._chain_broken())
-        record = line.record
-        if self.seq == 0:
+        kind = record.kind
+        if seq == 1:
             self._first(line)
-        elif record.kind == Kind.RUN_CLAIMED:
+        elif kind == _RUN_CLAIMED:
             raise errors.LedgerCorrupt("the run was claimed twice")
         try:
             self.state.fold(record)
         except errors.InvariantBroken as exc:  # live a fault of ours, read back one of the file's
             raise errors.LedgerCorrupt(exc.message) from None
-        self.seq, self.head, self.last_at = line.seq, line.sum, line.at
-        self.kinds[record.kind] += 1
-        if record.kind == Kind.LATCH_CLOSED:
+        self.seq, self.head, self.last = seq, total, line
+        self.kinds[kind] += 1
+        if kind == _LATCH_CLOSED:
             self.latch = line
+        return line
 
     def end(self, piece: bytes, *, terminated: bool) -> End:
         """Takes the last piece of the last segment, which alone may be torn.
@@ -114,7 +117,7 @@ class History:
         return End(Tail.TORN, 0, newline=False)
 
     def _first(self, line: Line) -> None:
-        if line.record.kind != Kind.RUN_CLAIMED:
+        if line.record.kind != _RUN_CLAIMED:
             raise errors.LedgerCorrupt(f"the first record is {line.record.kind}, not run.claimed")
         if line.record.data.get("claim_sha256") != self.claim_sha256:
             raise errors.LedgerCorrupt("the first record names another claim.json")

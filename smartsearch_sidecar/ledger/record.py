@@ -14,8 +14,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -53,11 +52,15 @@ _SUM_CLOSE = b'"}'
 # The end of every line, at a fixed distance from it: comma, key, 64 hex digits, quote, brace.
 _TAIL_BYTES = len(_SUM_OPEN) + _SUM_BYTES + len(_SUM_CLOSE)
 _A_SUM = re.compile(_SUM_OPEN + b"[0-9a-f]{64}" + _SUM_CLOSE)
+# Where `draft` splices the documents in: first in the data, before what is said of the answer.
+_DATA_OPEN = b',"data":{'
+_DOCUMENTS_OPEN = _DATA_OPEN + b'"documents":['
+_DOCUMENTS_CLOSE = b'],"cache":'
+_HEAD_BYTES = 512
 _KEYS = ("seq", "at", "prev", "kind", "number", "data", "sum")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A record as it is read back, or as the fold sees it.
 
     ``number`` counts within the record's own series (searches, scores, helper calls, checkpoints);
@@ -69,8 +72,7 @@ class Record:
     data: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A line of a journal, checked by its own sum; the chain is the caller's to check."""
 
     seq: int
@@ -80,8 +82,7 @@ class Line:
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A decision on its way to the writer: the record, and its data already encoded."""
 
     record: Record
@@ -160,8 +161,11 @@ def begins_with_record(tail: bytes) -> bool:
     return any(line_sum(tail[: match.end()]) is not None for match in _A_SUM.finditer(tail))
 
 
-def decode_line(line: bytes) -> Line:
+def decode_line(line: bytes, *, documents: bool = True) -> Line:
     """Reads one line, with or without its newline.
+
+    Without ``documents`` the passages of an answer are covered by the sum and otherwise left
+    unread: the fold has no use for them, and they are most of a journal.
 
     Raises ``LedgerCorrupt`` with the reason: no sum, a sum that differs, or a shape no writer of
     ours leaves.
@@ -171,7 +175,7 @@ def decode_line(line: bytes) -> Line:
     if total is None:
         raise errors.LedgerCorrupt("the line does not end in a sum that matches its bytes")
     try:
-        value = orjson.loads(body)
+        value = orjson.loads(body if documents else _without_documents(body))
     except orjson.JSONDecodeError:
         raise errors.LedgerCorrupt("the line is not JSON") from None
     if type(value) is not dict or tuple(value) != _KEYS:
@@ -184,6 +188,17 @@ def decode_line(line: bytes) -> Line:
     if not (number is None or type(number) is int) or type(data) is not dict:
         raise errors.LedgerCorrupt("number or data is of the wrong type")
     return Line(seq, at, prev, total, Record(kind, number, data))
+
+
+def _without_documents(body: bytes) -> bytes:
+    """The line without the documents of an answer. Quotes within a string are escaped, so neither
+    mark can stand in one.
+    """
+    start = body.find(_DOCUMENTS_OPEN, 0, _HEAD_BYTES)
+    end = body.rfind(_DOCUMENTS_CLOSE)
+    if not 0 < start < end:
+        return body
+    return body[:start] + _DATA_OPEN + body[end + 2 :]
 
 
 def claim_digest(claim: bytes) -> str:
