@@ -138,9 +138,7 @@ class HelperClient:
 
     async def identity(self) -> Mapping[str, Any]:
         """What names the helper: ``kind``, ``model``, ``model_sha256``, and in ``shown`` what the
-        server says of itself, checked; empty where it says nothing.
-
-        Raises as ``check_identity`` does.
+        server says of itself (maybe nothing), checked as by ``check_identity``.
         """
         await self.check_identity()
         return {
@@ -154,8 +152,7 @@ class HelperClient:
         """Raises ``HelperIdentity`` unless the server shows the declared model, and still what it
         showed the first time it was asked.
 
-        A server that cannot be asked raises the exchange's own ``HelperFault``; what that means is
-        decided by whoever owns the timer.
+        A server that cannot be asked raises the exchange's own ``HelperFault``.
         """
         shown = await self._ask_model()
         if self._shown is None:
