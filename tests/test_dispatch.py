@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.meter import Meter
 from smartsearch_sidecar.reward.dispatch import HelperDispatch, QuotaGate, to_the_end
 from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
-from smartsearch_sidecar.reward.meter import Meter
 from tests.fakes.helper import MODEL, FakeHelper
 
 pytestmark = pytest.mark.both_loops
@@ -37,7 +37,7 @@ class Books:
     def __post_init__(self) -> None:
         self.syncing.set()
 
-    async def before(self, prompt: str) -> int:
+    async def before(self, place: int) -> int:
         reservation = await self.gate.reserve(self.meter.reserve)
         return await to_the_end(self.record(reservation.number))
 
@@ -48,13 +48,13 @@ class Books:
         self.events.append(("requested", number))
         return number
 
-    def after(self, number: int, answer: HelperAnswer) -> None:
+    def after(self, place: int, number: int, answer: HelperAnswer) -> None:
         self.check(number)
         self.events.append(("answered", number))
         self.meter.settle(number, *answer.usage)
         self.gate.wake()
 
-    def failed(self, number: int, exc: Exception) -> None:
+    def failed(self, place: int, number: int, exc: Exception) -> None:
         self.check(number)
         self.events.append(("failed", number))
         self.faults[number] = exc
@@ -241,8 +241,8 @@ async def test_calls_already_sent_are_awaited_before_the_failure_is_raised(
     books = Books(fake)
     failing = asyncio.Event()
 
-    def failed(number: int, exc: Exception) -> None:
-        books.failed(number, exc)
+    def failed(place: int, number: int, exc: Exception) -> None:
+        books.failed(place, number, exc)
         failing.set()
 
     released = asyncio.Event()
@@ -305,11 +305,11 @@ async def test_a_recorded_call_is_not_sent_after_a_failure(
     books = Books(fake)
     trouble = asyncio.Event()
 
-    async def before(prompt: str) -> int:
-        if prompt == "p1":
+    async def before(place: int) -> int:
+        if place == 1:
             await trouble.wait()
             raise errors.LedgerFailed("the disk is full")
-        return await books.before(prompt)
+        return await books.before(place)
 
     books.syncing.clear()
     dispatch = HelperDispatch(client, concurrency=2, seed=17)
@@ -335,10 +335,10 @@ async def test_a_failure_stops_calls_that_have_not_begun(
 ) -> None:
     """A refusal in the very first step leaves no other call a reservation."""
     books = Books(fake)
-    asked: list[str] = []
+    asked: list[int] = []
 
-    async def before(prompt: str) -> int:
-        asked.append(prompt)
+    async def before(place: int) -> int:
+        asked.append(place)
         raise errors.QuotaExhausted("used up")
 
     dispatch = HelperDispatch(client, concurrency=4, seed=17)
@@ -346,15 +346,15 @@ async def test_a_failure_stops_calls_that_have_not_begun(
         await dispatch.ask_all(
             prompts(5), before=before, after=books.after, failed=books.failed, deadline=soon()
         )
-    assert asked == ["p0"]
+    assert asked == [0]
 
 
 async def test_a_hook_that_fails_fails_the_batch(fake: FakeHelper, client: HelperClient) -> None:
     """A settlement that cannot be recorded is raised, and not settled a second time."""
     books = Books(fake)
 
-    async def after(number: int, answer: HelperAnswer) -> None:
-        books.after(number, answer)
+    async def after(place: int, number: int, answer: HelperAnswer) -> None:
+        books.after(place, number, answer)
         if number == 2:
             raise errors.LedgerFailed("the disk is full")
 
@@ -374,7 +374,7 @@ async def test_a_failed_settlement_of_a_failure_is_noted(
     fake.failure = "empty"
     books = Books(fake)
 
-    async def failed(number: int, exc: Exception) -> None:
+    async def failed(place: int, number: int, exc: Exception) -> None:
         raise errors.LedgerFailed("the disk is full")
 
     dispatch = HelperDispatch(client, concurrency=1, seed=17)

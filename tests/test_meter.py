@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.reward.meter import MAX_NEW_TOKENS, WAIT, Meter, Reservation
+from smartsearch_sidecar.meter import MAX_NEW_TOKENS, WAIT, Meter, Reservation
 
 
 def usage(meter: Meter) -> tuple[int, int, int, int, int]:

@@ -24,14 +24,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.reward.meter import Reservation
+from smartsearch_sidecar.meter import Reservation
 from smartsearch_sidecar.reward.wire import HelperAnswer
 
 T = TypeVar("T")
 
-Before = Callable[[str], Awaitable[int]]
-After = Callable[[int, HelperAnswer], Awaitable[None] | None]
-Failed = Callable[[int, Exception], Awaitable[None] | None]
+# The first argument of each is the call's place in ``prompts``; the second its number.
+Before = Callable[[int], Awaitable[int]]
+After = Callable[[int, int, HelperAnswer], Awaitable[None] | None]
+Failed = Callable[[int, int, Exception], Awaitable[None] | None]
 
 
 class Asker(Protocol):
@@ -71,8 +72,8 @@ class HelperDispatch:
         """The helper's texts (without the stop string), in the order of ``prompts``.
 
         Args:
-            before: reserves the call and returns its number once its record is synced. It may wait
-                for quota, and be cancelled while it waits; from the moment it has reserved it must
+            before: reserves the call at this place and returns its number once its record is
+                synced. It may wait for quota, and be cancelled while it waits; from the moment it has reserved it must
                 end with the number or with an error it has settled itself (``to_the_end``).
             after: settles a call that was answered. Its receipt is awaited, if it returns one.
             failed: settles a call that was not. ``HelperFault.usage`` is what it cost, if known;
@@ -153,7 +154,9 @@ class _Batch:
     async def run(self, prompts: Sequence[str]) -> list[str]:
         """Every call in a task of its own; returns or raises once all of them are settled."""
         alarm = asyncio.get_running_loop().call_at(self._deadline, self._late)
-        tasks = [asyncio.create_task(self._one(prompt)) for prompt in prompts]
+        tasks = [
+            asyncio.create_task(self._one(place, prompt)) for place, prompt in enumerate(prompts)
+        ]
         try:
             if tasks:
                 await asyncio.wait(tasks)
@@ -192,16 +195,16 @@ class _Batch:
             note = f"also failed: {type(failure).__name__}: {failure}"
             self._failures[0].add_note(note)
 
-    async def _one(self, prompt: str) -> str:
+    async def _one(self, place: int, prompt: str) -> str:
         task = cast("asyncio.Task[str]", asyncio.current_task())
         if self._stopped:
             raise asyncio.CancelledError
         self._unsent.add(task)
         try:
             async with self._dispatch.places:
-                number = await self._before(prompt)
+                number = await self._before(place)
                 self._unsent.discard(task)
-                return await self._send(number, prompt)
+                return await self._send(place, number, prompt)
         except Exception as exc:
             self._unsent.discard(task)
             self._fail(exc)
@@ -209,7 +212,7 @@ class _Batch:
         finally:
             self._unsent.discard(task)
 
-    async def _send(self, number: int, prompt: str) -> str:
+    async def _send(self, place: int, number: int, prompt: str) -> str:
         """From here on nothing cancels the task, and the number is settled whatever happens.
 
         Only a loop that is torn down can still cancel it. Then the call stays unsettled, which is
@@ -218,17 +221,17 @@ class _Batch:
         dispatch = self._dispatch
         if self._stopped:
             unsent = errors.HelperNotSent("the batch had ended before the call was sent")
-            await _receipt(self._failed(number, unsent))
+            await _receipt(self._failed(place, number, unsent))
             raise asyncio.CancelledError
         dispatch.in_flight += 1
         try:
             answer = await dispatch.helper.ask(prompt, seed=dispatch.seed, deadline=self._deadline)
         except Exception as exc:
             self._fail(exc)  # first, so that nothing is sent while this one is being settled
-            await _receipt(self._failed(number, exc))
+            await _receipt(self._failed(place, number, exc))
             raise
         else:
-            await _receipt(self._after(number, answer))
+            await _receipt(self._after(place, number, answer))
         finally:
             dispatch.in_flight -= 1
         return answer.text
