@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.record import Kind, Record
+from smartsearch_sidecar.scores import SCORE_ADMISSIONS, SCORE_KINDS, Scores
 
 
 class Phase(enum.StrEnum):
@@ -88,6 +89,7 @@ class RunState:
     checkpoints_refused: int = 0
     checkpoint_steps: Counter[int] = field(default_factory=Counter)
     claim_sha256: str = ""
+    scores: Scores = field(default_factory=Scores)
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class RunState:
     @property
     def settled(self) -> bool:
         """Nothing admitted is without its settlement."""
-        return not self.searching
+        return not self.searching and self.scores.settled
 
     def refuse_closed(self) -> None:
         """Raises ``LatchClosed`` once the run has failed."""
@@ -158,6 +160,7 @@ class RunState:
     def _claimed(self, record: Record) -> None:
         self.max_calls = int(record.data["max_calls"])
         self.claim_sha256 = str(record.data["claim_sha256"])
+        self.scores.claim(record.data.get("reward", {}))
 
     def _resumed(self, record: Record) -> None:
         self.restarts += 1
@@ -208,6 +211,11 @@ class RunState:
             raise errors.LedgerCorrupt(f"an answer to search {record.number} was never to be given")
         self.lost += 1
 
+    def _scored(self, record: Record) -> None:
+        if record.kind in SCORE_ADMISSIONS:
+            self._require_open(record)
+        self.scores.fold(record)
+
     def _latched(self, record: Record) -> None:
         if self.closed:
             raise errors.LedgerCorrupt("the latch was closed twice")
@@ -234,6 +242,7 @@ class RunState:
         Kind.RETRIEVAL_FAILED.value: _failed,
         Kind.RETRIEVAL_DECLINED.value: _declined,
         Kind.DELIVERY_LOST.value: _lost,
+        **dict.fromkeys(SCORE_KINDS, _scored),
         Kind.LATCH_CLOSED.value: _latched,
         Kind.CHECKPOINT_ACCEPTED.value: _checkpoint,
         Kind.CHECKPOINT_REFUSED.value: _checkpoint,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.record import Kind, Record
@@ -127,6 +127,10 @@ class Scores:
         Kind.HELPER_ANSWERED.value: _helper_answered,
         Kind.HELPER_FAILED.value: _helper_failed,
     }
+
+
+SCORE_KINDS: Final = frozenset(Scores._STEPS)  # noqa: SLF001 - the table of this very module
+SCORE_ADMISSIONS: Final = frozenset({Kind.REWARD_REQUESTED.value, Kind.HELPER_REQUESTED.value})
 
 
 def _number(record: Record) -> int:

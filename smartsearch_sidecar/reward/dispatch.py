@@ -73,8 +73,9 @@ class HelperDispatch:
 
         Args:
             before: reserves the call at this place and returns its number once its record is
-                synced. It may wait for quota, and be cancelled while it waits; from the moment it has reserved it must
-                end with the number or with an error it has settled itself (``to_the_end``).
+                synced. It may wait for quota, and be cancelled while it waits; from the moment it
+                has reserved it must end with the number or with an error it has settled itself
+                (``to_the_end``).
             after: settles a call that was answered. Its receipt is awaited, if it returns one.
             failed: settles a call that was not. ``HelperFault.usage`` is what it cost, if known;
                 ``HelperNotSent`` cost nothing.
