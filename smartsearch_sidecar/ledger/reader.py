@@ -112,16 +112,18 @@ class RunReader:
         """The journal's files in the order they were written, as large as they are now."""
         folder = self.directory / JOURNAL
         try:
+            names = sorted(map(segment_index, os.listdir(folder)), key=lambda index: index or 0)
+            # Sizes only once all names are known: a segment that another follows grows no more.
             found = [
-                Segment(index, entry.stat(follow_symlinks=False).st_size)
-                for entry in os.scandir(folder)
-                if (index := segment_index(entry.name)) is not None
+                Segment(index, (folder / segment_name(index)).lstat().st_size)
+                for index in names
+                if index is not None
             ]
         except FileNotFoundError:
             return ()
         except OSError as exc:
             raise self._unreadable(JOURNAL, exc) from None
-        return tuple(sorted(found, key=lambda segment: segment.index))
+        return tuple(found)
 
     def chunks(self, segment: Segment) -> Iterator[bytes]:
         """The bytes of a segment, no more than its size, in chunks."""

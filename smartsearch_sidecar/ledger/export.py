@@ -1,0 +1,238 @@
+"""The retrieval part of a run in the reference implementation's own files.
+
+``claim.json``, ``request-%06d.json``, ``response-%06d.json``, ``failed-%06d.json`` and
+``transport-rejected.json``, with its names and JSON values, computed from our records: what we keep
+once, it writes out (the joined passages, a trajectory of one search, an evidence row per document,
+digests of canonical JSON). Its own sentences (``error``, ``error_type``) are ours.
+
+Two things it has no file for. A query that was declined left no trace there, and leaves none here.
+A latch that closed without failing an attempt is a ``transport-rejected.json`` with our cause, so
+that a failed run never looks like a healthy one; there, quota and identity lived in memory only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract import ExecuteRules
+from smartsearch_sidecar.ledger.disk import CLAIM, DIRECTORY_MODE, FILE_MODE, LATCH
+from smartsearch_sidecar.ledger.history import History, Tail
+from smartsearch_sidecar.ledger.queries import recorded_query, rules_of
+from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
+from smartsearch_sidecar.ledger.record import Kind, Line
+from smartsearch_sidecar.ledger.recovery import read_latch
+
+TOP_N: Final = 5
+SOURCE: Final = "smartsearch.wikipedia_search"
+_CLAIM_KEYS: Final = (
+    "retrieval",
+    "max_retrieval_calls",
+    "environment",
+    "arbitrary_code_execution",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export wrote. ``declined`` queries have no file in this layout; ``torn`` says that
+    the journal's last line was left out.
+    """
+
+    requests: int
+    responses: int
+    failed: int
+    rejected: bool
+    declined: int
+    torn: bool
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, UTF-8. The standard encoder, for its floats."""
+    return json.dumps(
+        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode()
+
+
+def digest(value: Any) -> str:
+    """sha256 of canonical JSON."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def export_reference(directory: Path, out: Path, *, progress: Progress | None = None) -> Exported:
+    """Writes a run's retrieval files to ``out``, which must not exist and appears whole or not.
+
+    Raises ``UsageError`` where ``out`` exists or cannot be written, ``LedgerCorrupt`` where the run
+    is no history; a torn last line is left out.
+    """
+    reader = RunReader(directory)
+    claim = reader.read(CLAIM)
+    if claim is None:
+        raise errors.LedgerCorrupt(f"{directory} has no claim.json")
+    latch = reader.read(LATCH)
+    scan = Scan(reader, History(claim, documents=True), progress=progress)
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        out.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        raise errors.UsageError(f"{out} exists already: name a directory that does not") from None
+    except OSError as exc:
+        raise errors.UsageError(f"{out} cannot be made: {exc.strerror}") from None
+    try:
+        partial.mkdir(mode=DIRECTORY_MODE)
+        exported = _Layout(partial, claim).write(scan, latch)
+        partial.rename(out)  # onto the empty directory that holds the name
+    except BaseException as exc:
+        shutil.rmtree(partial, ignore_errors=True)
+        out.rmdir()
+        if isinstance(exc, OSError):
+            raise errors.UsageError(f"{out} cannot be written: {exc.strerror or exc}") from None
+        raise
+    return exported
+
+
+class _Layout:
+    """One export under way."""
+
+    def __init__(self, folder: Path, claim: bytes) -> None:
+        self._folder = folder
+        self._rules: ExecuteRules = rules_of(claim)
+        value = orjson.loads(claim)
+        self._claim = {key: value.get(key) for key in _CLAIM_KEYS}
+        identity = value.get("retrieval")
+        if not isinstance(identity, dict):
+            raise errors.LedgerCorrupt("claim.json: it names no retrieval identity")
+        self._identity: Mapping[str, Any] = identity
+        self._queries: dict[int, str] = {}  # of searches not settled yet: as many as slots
+        self._failed: set[int] = set()
+        self._rejection: Mapping[str, Any] | None = None
+
+    def write(self, scan: Scan, latch: bytes | None) -> Exported:
+        self._save("claim.json", self._claim)
+        for line in scan:
+            try:
+                self._line(line)
+            except (KeyError, TypeError) as exc:
+                reason = f"the {line.record.kind} record cannot be exported ({exc!r:.80})"
+                raise errors.LedgerCorrupt(f"{scan.place}: {reason}") from None
+        if scan.problem is not None:
+            raise errors.LedgerCorrupt(str(scan.problem))
+        if latch is not None and scan.history.latch is None:
+            self._rejection = read_latch(latch)
+        self._reject()
+        state = scan.history.state
+        return Exported(
+            requests=state.attempts,
+            responses=state.responses,
+            failed=state.failed,
+            rejected=self._rejection is not None,
+            declined=state.declined,
+            torn=scan.end is not None and scan.end.tail is Tail.TORN,
+        )
+
+    def _line(self, line: Line) -> None:
+        kind, number, data = line.record
+        if kind == Kind.LATCH_CLOSED:
+            self._rejection = data
+        if number is None:
+            return
+        if kind == Kind.RETRIEVAL_REQUESTED:
+            self._queries[number] = recorded_query(data, self._rules)
+            self._save(f"request-{number:06d}.json", {"env": data["env"], "call": data["call"]})
+        elif kind == Kind.RETRIEVAL_ANSWERED:
+            value = response(self._queries.pop(number), data["documents"], self._identity)
+            self._save(f"response-{number:06d}.json", value)
+        elif kind == Kind.RETRIEVAL_FAILED:
+            self._queries.pop(number)
+            self._failed.add(number)
+            self._save(f"failed-{number:06d}.json", failure(data))
+
+    def _reject(self) -> None:
+        """The first failure, unless it is a failed attempt's, which has its own file."""
+        latch = self._rejection
+        if latch is None or latch.get("number") in self._failed:
+            self._rejection = None
+            return
+        self._save(
+            "transport-rejected.json",
+            {
+                "code": latch.get("cause", "ledger_failed"),
+                "retrieval_attempt_consumed": bool(latch.get("attempt_consumed")),
+                "no_automatic_retry": True,
+                "accept_checkpoint": False,
+            },
+        )
+
+    def _save(self, name: str, value: Any) -> None:
+        data = json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False).encode()
+        fd = os.open(
+            self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE
+        )
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+
+
+def failure(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``failed-%06d.json`` of a ``retrieval.failed`` record."""
+    return {
+        "error_type": data["cause"],
+        "error": data["detail"],
+        "attempt_consumed": True,
+        "no_automatic_retry": True,
+    }
+
+
+def response(
+    query: str, documents: list[Mapping[str, Any]], identity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``response-%06d.json`` of one answered search; ``documents`` as recorded, best first."""
+    clean = [
+        {"id": item["id"], "contents": item["contents"], "score": item["score"]}
+        for item in documents
+    ]
+    return {
+        "native_response": {
+            "result": "\n\n".join(item["contents"] for item in clean),
+            "output": "",
+            "error": "",
+        },
+        "trajectory": [
+            {
+                "index": 0,
+                "query": query,
+                "raw_search_text": query,
+                "raw_search_hash": hashlib.sha256(query.encode()).hexdigest(),
+                "tag_parse_status": "ok",
+                "document_ids": [item["id"] for item in clean],
+                "retrieval_request_sha256": digest(
+                    {"query": query, "top_n": TOP_N, "return_score": False}
+                ),
+                "retrieval_response_sha256": digest(clean),
+            }
+        ],
+        "evidence": [_evidence(item, identity) for item in clean],
+    }
+
+
+def _evidence(item: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "document_id": item["id"],
+        "text": item["contents"],
+        "source": SOURCE,
+        "score": item["score"],
+        "first_seen_step": 0,
+        "corpus_sha256": identity["corpus_sha256"],
+        "index_sha256": identity["index_sha256"],
+        "document_sha256": digest({"document_id": item["id"], "text": item["contents"]}),
+        "metadata": {},
+    }

@@ -1,0 +1,228 @@
+"""Every recorded search asked again, and its documents held against the recorded ones.
+
+A frozen corpus answers alike for ever. Where it does not, the difference is one of three:
+
+- *near tie*: at every rank the same document, or one of a score within ``TIE`` of the recorded
+  one's; a document that left the answer was tied with the last one. Another machine's rounding does
+  that, and nobody could say which order is right.
+- *reordered*: the same documents in another order that no tie explains.
+- *different*: anything else. Also a document whose text changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.disk import CLAIM
+from smartsearch_sidecar.ledger.history import History, Tail
+from smartsearch_sidecar.ledger.queries import recorded_query, rules_of
+from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
+from smartsearch_sidecar.ledger.record import Kind, Line
+
+TIE: Final = 1e-5
+"""Relative difference of two scores that are as good as equal: single precision, summed."""
+SEARCH_SECONDS: Final = 60.0
+"""One search may take this long: a replay has no rollout waiting."""
+FIRST_DIFFERENCES: Final = 10
+
+Document = Mapping[str, Any]
+
+
+class Outcome(enum.StrEnum):
+    """How an answer compares with the recorded one."""
+
+    EQUAL = enum.auto()
+    NEAR_TIE = enum.auto()
+    REORDERED = enum.auto()
+    DIFFERENT = enum.auto()
+    FAILED = enum.auto()
+
+
+class HasDocuments(Protocol):
+    """What a search gives: ``retrieval.guard.Found``, for one."""
+
+    def documents(self) -> list[dict[str, Any]]:
+        """``{"id", "contents", "score"}`` in rank order."""
+        ...
+
+
+Search = Callable[[str, float], Awaitable[HasDocuments]]
+"""A query and a deadline (loop clock) to documents: ``Guard.search``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A search whose documents are not the recorded ones. ``detail`` says what differs."""
+
+    number: int
+    query: str
+    outcome: Outcome
+    detail: str
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay came to: counts by outcome, and the first differences in the order found."""
+
+    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    differences: list[Difference] = field(default_factory=list)
+    torn: bool = False
+
+    @property
+    def searches(self) -> int:
+        """Searches that were asked again."""
+        return sum(self.counts.values())
+
+    @property
+    def same(self) -> bool:
+        """Every answer is the recorded one, near ties allowed."""
+        return self.searches == self.counts[Outcome.EQUAL] + self.counts[Outcome.NEAR_TIE]
+
+    def add(self, number: int, query: str, outcome: Outcome, detail: str) -> None:
+        """Counts one search."""
+        self.counts[outcome] += 1
+        if outcome is not Outcome.EQUAL and len(self.differences) < FIRST_DIFFERENCES:
+            self.differences.append(Difference(number, query, outcome, detail))
+
+
+async def replay(
+    directory: Path,
+    search: Search,
+    *,
+    concurrency: int = 8,
+    progress: Progress | None = None,
+) -> Replayed:
+    """Asks every answered search of a run again; ``progress`` is told bytes of the journal.
+
+    Raises ``LedgerCorrupt`` where the run is no history. Reading happens in a thread, a bounded
+    batch at a time, so memory does not grow with the run.
+    """
+    reader = await asyncio.to_thread(RunReader, directory)
+    claim = await asyncio.to_thread(reader.read, CLAIM)
+    if claim is None:
+        raise errors.LedgerCorrupt(f"{directory} has no claim.json")
+    recorded = _Recorded(reader, claim, progress)
+    result = Replayed()
+    while batch := await asyncio.to_thread(recorded.take, concurrency * 16):
+        await _ask(batch, search, concurrency, result)
+    if recorded.scan.problem is not None:
+        raise errors.LedgerCorrupt(str(recorded.scan.problem))
+    result.torn = recorded.scan.end is not None and recorded.scan.end.tail is Tail.TORN
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    number: int
+    query: str
+    documents: Sequence[Document]
+
+
+class _Recorded:
+    """The answered searches of a journal, as many at a time as are asked for."""
+
+    def __init__(self, reader: RunReader, claim: bytes, progress: Progress | None) -> None:
+        self.scan = Scan(reader, History(claim, documents=True), progress=progress)
+        self._lines = iter(self.scan)
+        self._rules = rules_of(claim)
+        self._queries: dict[int, str] = {}
+
+    def take(self, most: int) -> list[_Asked]:
+        """Blocking; empty at the journal's end."""
+        found: list[_Asked] = []
+        for line in self._lines:
+            asked = self._asked(line)
+            if asked is not None:
+                found.append(asked)
+            if len(found) >= most:
+                break
+        return found
+
+    def _asked(self, line: Line) -> _Asked | None:
+        kind, number, data = line.record
+        if number is None:
+            return None
+        if kind == Kind.RETRIEVAL_REQUESTED:
+            self._queries[number] = recorded_query(data, self._rules)
+        elif kind == Kind.RETRIEVAL_FAILED:
+            self._queries.pop(number, None)
+        elif kind == Kind.RETRIEVAL_ANSWERED:
+            documents = data.get("documents")
+            if not isinstance(documents, list):
+                raise errors.LedgerCorrupt(f"{self.scan.place}: an answer without documents")
+            return _Asked(number, self._queries.pop(number), documents)
+        return None
+
+
+async def _ask(batch: list[_Asked], search: Search, concurrency: int, result: Replayed) -> None:
+    """Asks a batch, so many at a time, and adds it to ``result`` in the order of the journal."""
+    free = asyncio.Semaphore(concurrency)
+    loop = asyncio.get_running_loop()
+
+    async def one(asked: _Asked) -> tuple[Outcome, str]:
+        async with free:
+            try:
+                async with asyncio.timeout(SEARCH_SECONDS):
+                    found = await search(asked.query, loop.time() + SEARCH_SECONDS)
+            except errors.SidecarError as exc:
+                return Outcome.FAILED, exc.message
+            except TimeoutError:
+                return Outcome.FAILED, f"no answer in {SEARCH_SECONDS:.0f} s"
+        return compare(asked.documents, found.documents())
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(asked)) for asked in batch]
+    for asked, task in zip(batch, tasks, strict=True):
+        result.add(asked.number, asked.query, *task.result())
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+def compare(old: Sequence[Document], new: Sequence[Document]) -> tuple[Outcome, str]:
+    """How ``new`` compares with the recorded ``old``, and where it first differs."""
+    before = [(item["id"], item["contents"]) for item in old]
+    after = [(item["id"], item["contents"]) for item in new]
+    if before == after:
+        return Outcome.EQUAL, ""
+    texts = dict(before)
+    for name, contents in after:
+        if texts.get(name, contents) != contents:
+            return Outcome.DIFFERENT, f"document {name!r} has another text"
+    if len(before) != len(after):
+        return Outcome.DIFFERENT, f"{len(after)} documents instead of {len(before)}"
+    rank = next(
+        rank for rank, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]
+    )
+    detail = f"rank {rank + 1}: {after[rank][0]!r} instead of {before[rank][0]!r}"
+    if _tied(old, new):
+        return Outcome.NEAR_TIE, detail
+    if set(before) == set(after):
+        return Outcome.REORDERED, detail
+    return Outcome.DIFFERENT, detail
+
+
+def _tied(old: Sequence[Document], new: Sequence[Document]) -> bool:
+    """Whether ties alone explain another order, or another document at the end."""
+    if any(item.get("score") is None for item in (*old, *new)):
+        return False
+    if not all(_close(was["score"], now["score"]) for was, now in zip(old, new, strict=True)):
+        return False
+    kept = {item["id"] for item in old} & {item["id"] for item in new}
+    return all(
+        _close(item["score"], other[-1]["score"])
+        for ours, other in ((old, new), (new, old))
+        for item in ours
+        if item["id"] not in kept
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=TIE)
