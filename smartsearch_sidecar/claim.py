@@ -18,15 +18,20 @@ FORMAT = 1
 _PACKAGES = ("aiohttp", "orjson", "tantivy", "uvloop")
 
 
-def build_claim(config: Config, identity: Mapping[str, Any], identity_sha256: str) -> bytes:
-    """The bytes of ``claim.json``; no capability, no reference answer."""
+def build_claim(
+    config: Config, facts: Mapping[str, Any], previous: Mapping[str, Any] | None = None
+) -> bytes:
+    """The bytes of ``claim.json``; no capability, no reference answer.
+
+    ``facts`` are the identities of what answers (``retrieval`` and, with rewards, ``reward``);
+    ``previous`` describes the run this one goes on from.
+    """
     execute = config.execute
     value = {
         "format": FORMAT,
         "run_id": secrets.token_hex(16),
         "created_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-        "retrieval": dict(identity),
-        "retrieval_identity_sha256": identity_sha256,
+        **facts,
         "max_retrieval_calls": execute.max_calls,
         "environment": execute.environment,
         "accepted_environment_sha256": sorted(execute.accepted_environment_sha256),
@@ -37,6 +42,8 @@ def build_claim(config: Config, identity: Mapping[str, Any], identity_sha256: st
         "config": config.public(),
         "versions": versions(),
     }
+    if previous is not None:
+        value["previous"] = dict(previous)
     return orjson.dumps(
         value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
     )

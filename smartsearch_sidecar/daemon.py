@@ -23,18 +23,16 @@ import uvloop
 
 from smartsearch_sidecar import errors, logs
 from smartsearch_sidecar.admission import Slots
-from smartsearch_sidecar.claim import build_claim
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract import ExecuteRules
-from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, Disk, RunFiles
-from smartsearch_sidecar.ledger.record import Kind, claim_digest
-from smartsearch_sidecar.ledger.writer import Writer
-from smartsearch_sidecar.recorder import Recorder
+from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
+from smartsearch_sidecar.ledger.record import Kind
+from smartsearch_sidecar.ledger.reopen import Reopened
+from smartsearch_sidecar.opening import MIB, begin, take_directory
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.retrieval.providers import Progress, open_configured
-from smartsearch_sidecar.runstate import RunState
 from smartsearch_sidecar.service import Service, ServicePolicy
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.edge import EdgeServer, drain, listen, serve
@@ -44,7 +42,6 @@ EXIT_FINE = 0
 EXIT_LATCHED = 4
 
 TOP_N = 5  # the contract's; part of every call
-MIB = 1024 * 1024
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
 
@@ -79,10 +76,12 @@ class Daemon:
         *,
         disk: Disk | None = None,
         provider: Provider | None = None,
+        resume: bool = False,
         progress: Progress | None = None,
         on_ready: OnReady | None = None,
     ) -> None:
-        """``disk`` and ``provider`` may be given by who embeds or tests; ``on_ready`` is told once.
+        """``disk`` and ``provider`` may be given by who embeds or tests; ``on_ready`` is told once;
+        ``resume`` continues the run of an existing directory.
 
         Raises ``ConfigError`` without a run directory.
         """
@@ -91,6 +90,7 @@ class Daemon:
         self.config = config
         self.files = RunFiles(Path(config.run.directory), disk=disk, sync=config.ledger.sync)
         self._provider = provider
+        self._resume = resume
         self._progress = progress
         self._on_ready = on_ready
         self._log = structlog.get_logger("daemon")
@@ -121,14 +121,14 @@ class Daemon:
 
         Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
         """
-        await asyncio.to_thread(self.files.create)
+        found = await asyncio.to_thread(take_directory, self.files, resume=self._resume)
         server: EdgeServer | None = None
         listening: list[asyncio.Server] = []
         try:
             server = self._edge()
             self.port = await self._listen(server, listening)
             guard = await self._load()
-            service = await self._claim(guard)
+            service = await self._begin(guard, found)
         except BaseException:
             _close_listeners(listening)
             await asyncio.to_thread(self.files.abandon)
@@ -192,23 +192,13 @@ class Daemon:
         await guard.claim_identity()
         return guard
 
-    async def _claim(self, guard: Guard) -> Service:
+    async def _begin(self, guard: Guard, found: Reopened | None) -> Service:
         execute = self.config.execute
-        claim = build_claim(self.config, guard.identity, guard.identity_sha256)
-        await asyncio.to_thread(self.files.create_only, CLAIM, claim)
-        state = RunState()
-        recorder: Recorder
-        writer = Writer(
-            self.files,
-            seq=0,
-            head=claim_digest(claim),
-            segment_bytes_max=self.config.ledger.segment_mib * MIB,
-            on_failure=lambda failure: recorder.ledger_failed(failure),
-        )
-        recorder = Recorder(state, writer)
-        writer.start()
-        claimed = {"max_calls": execute.max_calls, "claim_sha256": claim_digest(claim)}
-        await recorder.record(Kind.RUN_CLAIMED, None, claimed)
+        facts = {
+            "retrieval": guard.identity,
+            "retrieval_identity_sha256": guard.identity_sha256,
+        }
+        recorder = await begin(self.files, self.config, found, facts)
         return Service(
             recorder=recorder,
             slots=Slots(execute.slots, execute.waiting_max),
@@ -298,6 +288,7 @@ def _capability(given: object) -> str:
 def serve_until_stopped(
     config: Config,
     *,
+    resume: bool = False,
     progress: Progress | None = None,
     on_ready: OnReady | None = None,
     on_built: Callable[[Daemon], None] | None = None,
@@ -309,7 +300,7 @@ def serve_until_stopped(
     """
 
     async def main() -> int:
-        daemon = Daemon(config, progress=progress, on_ready=on_ready)
+        daemon = Daemon(config, resume=resume, progress=progress, on_ready=on_ready)
         if on_built is not None:
             on_built(daemon)
         logs.configure(daemon.secrets, pretty=pretty_logs)

@@ -22,6 +22,10 @@ def serve(
         Path | None,
         typer.Option("--run-dir", help="A directory that does not exist yet: this run's ledger."),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the run of an existing directory, or start it."),
+    ] = False,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="0 takes any free port.")
     ] = None,
@@ -42,5 +46,5 @@ def serve(
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
     with verification() as progress:
-        code = daemon.serve_until_stopped(loaded, progress=progress, on_ready=ready)
+        code = daemon.serve_until_stopped(loaded, resume=resume, progress=progress, on_ready=ready)
     raise typer.Exit(code)

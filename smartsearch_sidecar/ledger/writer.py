@@ -47,6 +47,9 @@ def latch_file(*, seq: int, at: str, total: str, data: Mapping[str, Any]) -> byt
     return encode_json({"seq": seq, "at": at, "sum": total, **data}) + b"\n"
 
 
+Observe = Callable[[int, int, float], None]
+"""Told of each batch on the medium: records, bytes, seconds."""
+
 # A posted decision, and who waits for it.
 Posted = tuple[Draft, "asyncio.Future[Receipt] | None"]
 
@@ -62,7 +65,7 @@ class Writer:
         head: str,
         segment_bytes_max: int,
         on_failure: Callable[[errors.LedgerFailed], None],
-        observe: Callable[[int, int, float], None] | None = None,
+        observe: Observe | None = None,
         clock: Callable[[], str] = wall_clock,
     ) -> None:
         """``seq`` and ``head`` are those of the last record that is on disk (0 and the claim's
