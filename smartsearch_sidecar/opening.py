@@ -14,7 +14,7 @@ import structlog
 
 from smartsearch_sidecar.claim import build_claim
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.ledger.file import CLAIM, RunFiles
+from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.record import Kind, claim_digest
 from smartsearch_sidecar.ledger.reopen import Reopened, reopen, require_same_claim
 from smartsearch_sidecar.ledger.verify import describe_previous
@@ -37,7 +37,9 @@ def take_directory(files: RunFiles, *, resume: bool) -> Reopened | None:
         return None
     files.resume()
     try:
-        return reopen(files)
+        found = reopen(files)
+        files.remove(ENDPOINTS)  # a killed process left it: nobody is to be sent to its port
+        return found
     except BaseException:
         files.close()
         raise

@@ -369,13 +369,13 @@ class Scoring:
 
         def failed(index: int, number: int, exc: Exception) -> None:
             row = owners[index]
-            known = isinstance(exc, errors.HelperFault)
+            fault = exc if isinstance(exc, errors.HelperFault) else None
             data = {
                 "split": row.split,
                 "score": row.number,
-                "code": exc.code if known else "internal_error",
-                "detail": exc.message if known else type(exc).__name__,
-                "usage": list(exc.usage) if known and exc.usage is not None else None,
+                "code": fault.code if fault else "internal_error",
+                "detail": fault.message if fault else type(exc).__name__,
+                "usage": list(fault.usage) if fault and fault.usage else None,
                 "sent": not isinstance(exc, errors.HelperNotSent),
             }
             self.recorder.post(Kind.HELPER_FAILED, number, data)

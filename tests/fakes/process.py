@@ -89,10 +89,18 @@ def start(
     return DaemonProcess(process, directory, log)
 
 
+def is_ready(daemon: DaemonProcess) -> bool:
+    """Whether this very process has written its endpoints; a killed one leaves its own behind."""
+    try:
+        return bool(daemon.endpoints()["pid"] == daemon.process.pid)
+    except FileNotFoundError:
+        return False
+
+
 def wait_ready(daemon: DaemonProcess) -> None:
     """Returns once ``endpoints.json`` is there; fails with the log where the process ended."""
     deadline = time.monotonic() + START_SECONDS
-    while not (daemon.directory / "endpoints.json").exists():
+    while not is_ready(daemon):
         assert daemon.process.poll() is None, daemon.log.read_text()
         assert time.monotonic() < deadline, daemon.log.read_text()
         time.sleep(0.02)

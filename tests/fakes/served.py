@@ -108,6 +108,7 @@ async def served(
     provider: Provider | None = None,
     disk: Disk | None = None,
     config: Config | None = None,
+    resume: bool = False,
     **keys: Any,
 ) -> AsyncIterator[Served]:
     """Serves a run in ``directory`` until the block ends (or the test stops it)."""
@@ -117,10 +118,11 @@ async def served(
         config or configured(directory, **keys),
         disk=disk,
         provider=chosen,
+        resume=resume,
         on_ready=lambda endpoints, service: ready.set_result((endpoints, service)),
     )
     task = asyncio.create_task(daemon.run())
-    await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
     if not ready.done():
         await task  # raises what kept it from serving
     endpoints, service = ready.result()
