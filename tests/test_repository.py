@@ -36,6 +36,7 @@ OPENS_FILES: dict[str, str] = {
     "smartsearch_sidecar/ledger/file.py": "the files of a run",
     "smartsearch_sidecar/ledger/disk.py": "the calls it makes, where a test can make them fail",
     "smartsearch_sidecar/ledger/reader.py": "the files of a run, to read them only",
+    "smartsearch_sidecar/ledger/export.py": "the exported copy, never the run",
     "smartsearch_sidecar/config": "the configuration and the capabilities' files",
     "smartsearch_sidecar/retrieval": "corpora, indexes and canaries",
     "smartsearch_sidecar/reward": "references and the pinned source",

@@ -12,9 +12,7 @@ MIB = 1024 * 1024
 class Section(BaseModel):
     """What all sections have in common."""
 
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 def key(default: Any, why: str) -> Any:
