@@ -9,7 +9,8 @@ on the other side. Three promises:
 - An answer that was handed over is reported lost if its client never took it, as far as the kernel
   can tell: POLLRDHUP before the write, POLLERR at the write, and afterwards a reset, which Linux
   sends where a socket is closed with unread bytes. What comes after an answer proves it was taken;
-  with pipelining that proof is weaker, since the bytes may have been sent before.
+  with pipelining that proof is weaker, since the bytes may have been sent before. Never seen: a
+  client that has given up but not closed, and a reset after the FINs of both sides.
 - Every wait is bounded: the constants below, and ``keepalive_seconds`` for headers and idleness.
 
 ``TESTED_AIOHTTP`` and a test for each promise stand for the private names used: ``_ErrInfo``,
@@ -354,8 +355,7 @@ class Edge(RequestHandler):
             server.settle()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        # Still paused: what the transport had not sent was thrown away with it.
-        if self.unread and (exc is not None or self.writing_paused):
+        if self.unread and exc is not None:
             self.lost(AFTER_WRITE)
         if self._fault is None and (self._first is not None or self._messages):
             self._fault = "cut_off" if self._first is not None else "abandoned"

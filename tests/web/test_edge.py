@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Callable
 
@@ -439,6 +440,7 @@ async def test_failing_handler_is_answered_by_a_constant_and_reported(
     handler: edge.Handler, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever a handler raises or returns, its client gets our 500 and nothing is logged."""
+    caplog.set_level(logging.DEBUG, logger="aiohttp")
     async with serving(handler) as served:
         client = await served.connect()
         await client.send(message())
@@ -479,8 +481,11 @@ async def test_second_answer_is_a_crash_and_the_first_stays_whole() -> None:
 # --- streams --------------------------------------------------------------------------------------
 
 
-async def test_ordinary_responses_and_streams_work_and_carry_the_protections() -> None:
-    """A handler may return aiohttp's own responses; they name no server and are not stored."""
+async def test_ordinary_responses_and_streams_work_and_carry_the_protections(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A handler may return aiohttp's own responses; none is logged, stored, or names a server."""
+    caplog.set_level(logging.DEBUG, logger="aiohttp")
 
     async def handler(request: edge.EdgeRequest) -> web.StreamResponse:
         if request.raw_target == "/page":
@@ -507,6 +512,7 @@ async def test_ordinary_responses_and_streams_work_and_carry_the_protections() -
         client.close()
         await served.emptied()
         assert served.seen.silent
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset, RawClient.shut])
@@ -514,6 +520,7 @@ async def test_viewer_who_hangs_up_is_nobodys_fault(
     leave: Callable[[RawClient], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stream whose viewer leaves ends silently: no report, no log."""
+    caplog.set_level(logging.DEBUG, logger="aiohttp")
     watching = asyncio.Event()
 
     async def handler(request: edge.EdgeRequest) -> web.StreamResponse:
@@ -611,8 +618,19 @@ async def test_client_gone_between_the_look_and_the_write_is_told_exactly_once()
     assert lost == [edge.AT_WRITE]
 
 
-@pytest.mark.parametrize("headers", [(), CLOSE])
-@pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset])
+def half_close_then_reset(client: RawClient) -> None:
+    client.shut()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("leave", "headers"),
+    [
+        *((RawClient.close, headers) for headers in ((), CLOSE)),
+        *((RawClient.reset, headers) for headers in ((), CLOSE)),
+        (half_close_then_reset, ()),  # after both sides' FIN the kernel keeps no error to show
+    ],
+)
 async def test_answer_left_unread_is_told_exactly_once(
     leave: Callable[[RawClient], None], headers: tuple[str, ...]
 ) -> None:
@@ -639,6 +657,23 @@ async def test_answer_that_was_read_is_never_told_as_lost(
             await client.send(message(headers=headers, version=version))
             await client.answer()
             client.close()
+        await served.emptied()
+        assert not served.lost
+        assert served.seen.silent
+
+
+async def test_client_that_closes_the_moment_it_has_read_is_no_loss() -> None:
+    """A client so quick that it has closed before the server looks again did take its answer."""
+
+    def call(address: tuple[str, int]) -> bytes:
+        with socket.create_connection(address, timeout=PATIENCE) as sock:
+            sock.sendall(message())
+            return sock.recv(65536)
+
+    async with serving() as served:
+        for _ in range(30):
+            calls = [asyncio.to_thread(call, served.address) for _ in range(8)]
+            assert all(answer.endswith(b"{}") for answer in await asyncio.gather(*calls))
         await served.emptied()
         assert not served.lost
         assert served.seen.silent
@@ -826,7 +861,8 @@ async def test_drain_ends_streams_and_tells_unsent_answers_as_lost() -> None:
         viewer = await served.connect()
         await viewer.send(message(b"", method="GET", target="/events"))
         await watching.wait()
-        await asyncio.gather(edge.drain(served.server, PATIENCE), viewer.rest())
+        cut, _ = await asyncio.gather(edge.drain(served.server, PATIENCE), viewer.rest())
+        assert cut == 0
         viewer.close()
         assert served.seen.silent
 
@@ -893,6 +929,61 @@ async def test_option_aiohttp_does_not_know_is_an_error() -> None:
         with pytest.raises(TypeError):
             served.server()
         del served.server._kwargs["typo"]
+
+
+async def test_what_aiohttp_would_log_goes_to_the_observer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """aiohttp's last resort is a traceback in a log; ours is the observer."""
+    async with serving() as served:
+        connection = served.server()
+        connection.log_exception("Unhandled exception", exc_info=ValueError(TARGET))
+        connection.log_exception("Unhandled exception")
+        kinds = [type(exc).__name__ for exc in served.seen.crashes]
+        assert kinds == ["ValueError", "InvariantBroken"]
+    assert not caplog.records
+
+
+async def test_connection_lost_before_its_first_step_is_nobodys_fault() -> None:
+    """A connection may be over before its task has run at all."""
+    async with serving() as served:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+        connection = served.server()
+        connection.connection_made(transport)
+        connection.connection_lost(None)
+        await served.emptied()
+        assert served.seen.silent
+        transport.close()
+        theirs.close()
+
+
+async def test_client_lost_before_the_handlers_first_step_has_sent_a_short_body() -> None:
+    """Between a request and its handler lies a turn of the loop; a client may leave in it."""
+    raised: list[InvalidBody] = []
+
+    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+        try:
+            await request.body(2, PATIENCE)
+        except InvalidBody as exc:
+            raised.append(exc)
+            return request.refuse(400, b"{}")
+        return answering(request)
+
+    async with serving(handler) as served:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+        connection = served.server()
+        connection.connection_made(transport)
+        connection.data_received(message()[:-1])
+        loop.call_soon(connection.connection_lost, None)
+        await until(lambda: bool(raised))
+        await served.emptied()
+        assert served.seen.silent
+        transport.close()
+        theirs.close()
 
 
 async def test_capability_is_in_no_answer_but_the_handlers_own() -> None:

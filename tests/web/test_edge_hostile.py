@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import resource
 from collections.abc import Callable
 
 import pytest
+from aiohttp import web
 
 from smartsearch_sidecar.errors import InvalidBody
 from smartsearch_sidecar.web import edge
@@ -25,6 +27,13 @@ from tests.web.rawclient import (
 )
 
 pytestmark = pytest.mark.both_loops
+
+
+@pytest.fixture(autouse=True)
+def long_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's farewell outlasts any pause of this machine: what is tested is what it hears."""
+    monkeypatch.setattr(edge, "FAREWELL_SECONDS", PATIENCE)
+
 
 OURS = b"POST " + NEEDLE + b"execute HTTP/1.1\r\n"
 STRANGE = CAPABILITY[:-1] + b"X"  # all but the last character is right
@@ -123,6 +132,7 @@ async def test_malformed_request_gets_the_constant_and_is_attributed(
     form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whole or byte by byte, ours or a stranger's: one answer, one report, the right owner."""
+    caplog.set_level(logging.DEBUG, logger="aiohttp")
     data = MALFORMED[form]
     async with serving(answering) as served:
         for owner in (CAPABILITY, STRANGE):
@@ -216,6 +226,32 @@ async def test_flood_behind_malformed_bytes_is_not_parsed() -> None:
         client.close()
         await served.emptied()
         assert served.seen.faults == [("BadHttpMethod", False)]
+
+
+async def test_bad_chunk_ends_the_body_for_whoever_reads_it() -> None:
+    """A reader of a coded body is told of its error at once, not by its own deadline."""
+    raised: list[InvalidBody] = []
+    reading = asyncio.Event()
+
+    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+        asyncio.get_running_loop().call_soon(reading.set)
+        try:
+            await request.body(4, 10 * PATIENCE)
+        except InvalidBody as exc:
+            raised.append(exc)
+        return request.refuse(400, b"{}")
+
+    async with serving(handler) as served:
+        client = await served.connect()
+        await client.send(OURS + b"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n")
+        await reading.wait()
+        await client.send(b"zz\r\n")
+        await until(lambda: bool(raised))
+        assert (await client.answer()).status == 400
+        client.close()
+        await served.emptied()
+        assert [owner for _, owner in served.seen.faults] == [True]
+        assert not served.seen.crashes
 
 
 # --- every byte -----------------------------------------------------------------------------------
@@ -313,6 +349,7 @@ async def test_capability_that_comes_after_the_error_still_counts() -> None:
         assert not served.seen.faults
         assert await client.send(MALFORMED["method in lower case"][1:])
         await until(lambda: bool(served.seen.faults))
+        assert served.server.open == 1
         client.close()
         await served.emptied()
         assert served.seen.faults == [("BadHttpMethod", True)]
@@ -321,17 +358,18 @@ async def test_capability_that_comes_after_the_error_still_counts() -> None:
 # --- other protocols ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("response", [True, False])
 @pytest.mark.parametrize("later", [True, False])
 @pytest.mark.parametrize("method", ["POST", "CONNECT"])
 async def test_bytes_behind_an_upgrade_are_reported_and_never_served(
-    method: str, later: bool
+    method: str, later: bool, response: bool
 ) -> None:
     """A request for another protocol is answered as it stands; what is tunnelled is refused."""
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: edge.EdgeRequest) -> edge.Reply | web.StreamResponse:
         await gate.wait()
-        return await answering(request)
+        return web.Response(text="as it stands") if response else await answering(request)
 
     target = "h:1" if method == "CONNECT" else TARGET
     upgrade = ("Connection: Upgrade", "Upgrade: websocket")
@@ -408,6 +446,7 @@ def mutated(rng: random.Random) -> bytes:
 @pytest.mark.parametrize("seed", [11, 12])
 async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Any bytes reach a handler or a report; no failure, no log, no echo, no silent connection."""
+    caplog.set_level(logging.DEBUG, logger="aiohttp")
     rng = random.Random(seed)
     handled = 0
 
