@@ -8,16 +8,11 @@ work in flight, connections, provider, ``run.closed``, writer, files.
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
 import structlog
 import uvloop
 
@@ -28,6 +23,7 @@ from smartsearch_sidecar.contract import ExecuteRules
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.ledger.reopen import Reopened
+from smartsearch_sidecar.listening import Endpoints, bind
 from smartsearch_sidecar.opening import MIB, begin, take_directory
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
@@ -44,24 +40,6 @@ EXIT_LATCHED = 4
 TOP_N = 5  # the contract's; part of every call
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where a served run is reached. Both URLs hold a capability: never log them."""
-
-    sandbox_url: str
-    internal_url: str
-    pid: int
-
-    def as_json(self) -> bytes:
-        """The bytes of ``endpoints.json``."""
-        value = {
-            "sandbox_url": self.sandbox_url,
-            "internal_url": self.internal_url,
-            "pid": self.pid,
-        }
-        return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 OnReady = Callable[[Endpoints, Service], None]
@@ -133,7 +111,7 @@ class Daemon:
             _close_listeners(listening)
             await asyncio.to_thread(self.files.abandon)
             raise
-        endpoints = self._endpoints(self.port)
+        endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
         self.app.serve_with(service)
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
@@ -213,11 +191,6 @@ class Daemon:
             ),
         )
 
-    def _endpoints(self, port: int) -> Endpoints:
-        host = self.config.server.host
-        base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        return Endpoints(f"{base}/{self._execute}", f"{base}/{self._internal}", os.getpid())
-
     # --- closing ----------------------------------------------------------------------------------
 
     async def _wind_down(
@@ -252,26 +225,6 @@ class Daemon:
             await service.recorder.record(Kind.RUN_CLOSED, None, data)
         except errors.LedgerFailed as failure:
             self._log.error("the end could not be recorded", reason=failure.message)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening TCP socket, or a ``UsageError`` that names the address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except OSError as exc:
-        sock.close()
-        if exc.errno == errno.EADDRINUSE:
-            raise errors.UsageError(
-                f"port {port} on {host} is taken: stop what listens there, or set server.port"
-            ) from None
-        raise errors.UsageError(
-            f"cannot listen on {host} port {port}: {exc.strerror or exc}; set server.host and "
-            "server.port"
-        ) from None
-    return sock
 
 
 def _close_listeners(listening: list[asyncio.Server]) -> None:

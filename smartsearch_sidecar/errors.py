@@ -316,7 +316,7 @@ class RewardError(SidecarError):
     """A rollout that was not given a reward."""
 
     code: ClassVar[str] = "reward_failed"
-    cause = "reward_failed"
+    cause: str | None = "reward_failed"
 
 
 class RewardLatched(RewardError):

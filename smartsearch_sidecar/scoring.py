@@ -14,43 +14,19 @@ a caller that has left is recorded, not latched, for the trainer's side raised.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.admission import Slots
 from smartsearch_sidecar.contract_reward import RewardItem
 from smartsearch_sidecar.ledger.record import Kind
-from smartsearch_sidecar.ledger.writer import Receipt
-from smartsearch_sidecar.meter import Reservation
 from smartsearch_sidecar.recorder import Recorder
-from smartsearch_sidecar.reward.dispatch import HelperDispatch, QuotaGate, to_the_end
-from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
-from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.reward.scorer import Scorer
-from smartsearch_sidecar.reward.wire import HelperAnswer
 from smartsearch_sidecar.scores import Score, Scores
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringPolicy:
-    """The keys of ``[reward]`` that decide, as plain values.
-
-    ``deadline_seconds`` bounds waiting and scoring of one request; ``enforce_provenance`` refuses a
-    rollout with a broken block, otherwise it is only counted; ``unparsed_share_max`` is a share of
-    the verdict window.
-    """
-
-    deadline_seconds: float
-    max_input_bytes: int
-    seed: int
-    judge_provenance: bool
-    enforce_provenance: bool
-    side_by_side: bool
-    reuse_identical: bool
-    unparsed_share_max: float
+from smartsearch_sidecar.scoring_calls import MeteredCalls
+from smartsearch_sidecar.scoring_rows import Preparation, Row, ScoringPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +46,6 @@ class Scored:
         }
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One rollout on its way: what is known of it, and what it has been answered so far."""
-
-    item: RewardItem
-    split: str
-    key: str
-    judgement: Judgement | None
-    number: int = 0
-    prompts: tuple[str, ...] = ()
-    texts: list[str] = field(default_factory=list)
-    reward: float = 0.0
-    verdicts: list[str] = field(default_factory=list)
-
-
 class Scoring:
     """Rewards of one run."""
 
@@ -95,25 +56,17 @@ class Scoring:
         scores: Scores,
         slots: Slots,
         scorer: Scorer,
-        references: References,
-        dispatch: HelperDispatch,
-        answers: AnswerDigests,
-        binding_sha256: str,
+        preparation: Preparation,
+        calls: MeteredCalls,
         policy: ScoringPolicy,
     ) -> None:
-        """``answers`` holds what this run handed to rollouts; ``binding_sha256`` names scorer,
-        references and helper, so that a score is reused only under the same ones.
-        """
         self.recorder = recorder
         self.scores = scores
         self.slots = slots
         self.scorer = scorer
-        self.references = references
-        self.dispatch = dispatch
-        self.answers = answers
+        self.preparation = preparation
+        self.calls = calls
         self.policy = policy
-        self._binding = binding_sha256
-        self._gates = {split: QuotaGate() for split in scores.splits}
         self._under_way: dict[str, asyncio.Future[Score]] = {}
         self._tasks: set[asyncio.Task[list[Scored]]] = set()
 
@@ -134,7 +87,7 @@ class Scoring:
         try:
             async with self.slots.hold(deadline):
                 self.recorder.state.refuse_closed()
-                rows = await asyncio.to_thread(self._prepare, items)
+                rows = await asyncio.to_thread(self.preparation.rows, items)
                 answered = await self._answer(rows, deadline)
             self.recorder.state.refuse_closed()
             return answered
@@ -145,47 +98,11 @@ class Scoring:
                 raise
             raise named from exc
 
-    # --- rows -------------------------------------------------------------------------------------
-
-    def _prepare(self, items: Sequence[RewardItem]) -> list[_Row]:
-        """In a thread: every row usable, or the first error."""
-        return [self._row(item) for item in items]
-
-    def _row(self, item: RewardItem) -> _Row:
-        size = len(item.solution_str.encode())
-        if size > self.policy.max_input_bytes:
-            raise errors.SolutionTooLong(
-                f"a rollout of {size} bytes is over reward.max_input_bytes "
-                f"({self.policy.max_input_bytes})"
-            )
-        located = self.references.lookup(item.solution_str, item.ground_truth)
-        judgement = None
-        if self.policy.judge_provenance:
-            judgement = self.answers.judge(item.solution_str)
-            if judgement.broken and self.policy.enforce_provenance:
-                raise errors.ProvenanceBroken(
-                    f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
-                    "no answer of this run: the rollout met an error that never reached us (a "
-                    "proxy, a timeout, a refused connection)"
-                )
-        return _Row(item, located.split, self._key(located.split, item), judgement)
-
-    def _key(self, split: str, item: RewardItem) -> str:
-        """What must be the same for a score to be reused, as 32 hex digits."""
-        digest = hashlib.blake2b(digest_size=16)
-        answers = item.ground_truth
-        parts = [self._binding, split, item.solution_str]
-        parts += ["one", answers] if isinstance(answers, str) else ["many", *answers]
-        for part in parts:
-            encoded = part.encode()
-            digest.update(len(encoded).to_bytes(8, "big") + encoded)
-        return digest.hexdigest()
-
     # --- answering --------------------------------------------------------------------------------
 
-    async def _answer(self, rows: list[_Row], deadline: float) -> list[Scored]:
+    async def _answer(self, rows: list[Row], deadline: float) -> list[Scored]:
         """Reuses what was scored, shares what is being scored, scores the rest."""
-        fresh: list[_Row] = []
+        fresh: list[Row] = []
         waits: dict[str, asyncio.Future[Score]] = {}
         if self.policy.reuse_identical:
             for row in rows:
@@ -229,7 +146,7 @@ class Scoring:
                 "the deadline passed while the same rollout was being scored for another request"
             ) from None
 
-    def _admit(self, rows: list[_Row]) -> None:
+    def _admit(self, rows: list[Row]) -> None:
         """All rows or none: the state is asked for every row before any is recorded."""
         self.recorder.state.refuse_closed()
         for split, meter in self.scores.splits.items():
@@ -252,7 +169,7 @@ class Scoring:
                 data["broken_blocks"] = list(row.judgement.broken)
             self.recorder.post(Kind.REWARD_REQUESTED, row.number, data)
 
-    async def _run(self, rows: list[_Row], deadline: float) -> None:
+    async def _run(self, rows: list[Row], deadline: float) -> None:
         """Scores admitted rows; every one of them is settled when this returns or raises."""
         try:
             await asyncio.to_thread(self.scorer.source.recheck)
@@ -266,14 +183,14 @@ class Scoring:
             self._fail(rows, exc)
             raise
 
-    async def _side_by_side(self, rows: list[_Row], deadline: float) -> None:
+    async def _side_by_side(self, rows: list[Row], deadline: float) -> None:
         for row in rows:
             row.prompts = await asyncio.to_thread(
                 self.scorer.collect_prompts, row.item.solution_str, row.item.ground_truth
             )
         owners = [row for row in rows for _ in row.prompts]
         prompts = [prompt for row in rows for prompt in row.prompts]
-        texts = await self._ask(owners, prompts, deadline)
+        texts = await self.calls.ask(owners, prompts, deadline)
         for row, text in zip(owners, texts, strict=True):
             row.texts.append(text)
         for row in rows:
@@ -282,14 +199,14 @@ class Scoring:
                 self.scorer.score, row.item.solution_str, row.item.ground_truth, answers
             )
 
-    async def _one_after_another(self, rows: list[_Row], deadline: float) -> None:
+    async def _one_after_another(self, rows: list[Row], deadline: float) -> None:
         """Each prompt asked when the scorer asks it: the scorer's thread waits for the loop."""
         loop = asyncio.get_running_loop()
         for row in rows:
 
-            def ask(prompt: str, row: _Row = row) -> str:
+            def ask(prompt: str, row: Row = row) -> str:
                 asking = asyncio.run_coroutine_threadsafe(
-                    self._ask([row], [prompt], deadline), loop
+                    self.calls.ask([row], [prompt], deadline), loop
                 )
                 (text,) = asking.result()
                 row.texts.append(text)
@@ -299,7 +216,7 @@ class Scoring:
                 self.scorer.score_serial, row.item.solution_str, row.item.ground_truth, ask
             )
 
-    async def _record_rewards(self, rows: list[_Row]) -> None:
+    async def _record_rewards(self, rows: list[Row]) -> None:
         for row in rows:
             row.verdicts = [self.scorer.verdict(text) for text in row.texts]
         receipts = []
@@ -321,73 +238,9 @@ class Scoring:
                 "scorer counts each of them as correct; look at what the helper writes"
             )
 
-    # --- the helper -------------------------------------------------------------------------------
-
-    async def _ask(
-        self, owners: Sequence[_Row], prompts: Sequence[str], deadline: float
-    ) -> list[str]:
-        """The helper's texts; every call reserved, recorded and synced before it is sent."""
-
-        async def before(index: int) -> int:
-            row, encoded = owners[index], prompts[index].encode()
-            receipts: list[asyncio.Future[Receipt]] = []
-            data = {
-                "split": row.split,
-                "score": row.number,
-                "prompt_sha256": hashlib.sha256(encoded).hexdigest(),
-                "prompt_bytes": len(encoded),
-                "seed": self.policy.seed,
-            }
-
-            def reserve() -> Reservation | Literal["wait"]:
-                # Decided and folded in one step: the next one to ask sees this call counted. A run
-                # that has failed spends nothing more, also not for a score admitted before.
-                self.recorder.state.refuse_closed()
-                decision = self.scores.splits[row.split].admit()
-                if isinstance(decision, Reservation):
-                    item = self.recorder.fold(Kind.HELPER_REQUESTED, decision.number, data)
-                    receipts.append(self.recorder.writer.post_for_receipt(item))
-                return decision
-
-            reserved = await self._gates[row.split].reserve(reserve)
-            await to_the_end(_durable(receipts))
-            return reserved.number
-
-        def after(index: int, number: int, answer: HelperAnswer) -> None:
-            row = owners[index]
-            data = {
-                "split": row.split,
-                "score": row.number,
-                "text": answer.text,
-                "input_tokens": answer.input_tokens,
-                "output_tokens": answer.output_tokens,
-                "finish_reason": answer.finish_reason,
-                "model": answer.model,
-            }
-            self.recorder.post(Kind.HELPER_ANSWERED, number, data)
-            self._gates[row.split].wake()
-
-        def failed(index: int, number: int, exc: Exception) -> None:
-            row = owners[index]
-            fault = exc if isinstance(exc, errors.HelperFault) else None
-            data = {
-                "split": row.split,
-                "score": row.number,
-                "code": fault.code if fault else "internal_error",
-                "detail": fault.message if fault else type(exc).__name__,
-                "usage": list(fault.usage) if fault and fault.usage else None,
-                "sent": not isinstance(exc, errors.HelperNotSent),
-            }
-            self.recorder.post(Kind.HELPER_FAILED, number, data)
-            self._gates[row.split].wake()
-
-        return await self.dispatch.ask_all(
-            prompts, before=before, after=after, failed=failed, deadline=deadline
-        )
-
     # --- failing ----------------------------------------------------------------------------------
 
-    def _fail(self, rows: list[_Row], exc: BaseException) -> None:
+    def _fail(self, rows: list[Row], exc: BaseException) -> None:
         """Settles every row that is still open, and closes the latch under the failure's name."""
         failure = as_reward_failure(exc)
         for row in rows:
@@ -426,11 +279,6 @@ def as_reward_failure(exc: BaseException) -> errors.SidecarError:
     if isinstance(exc, asyncio.CancelledError):
         return errors.RewardCancelled("the daemon stopped before the score was finished")
     return errors.InvariantBroken(f"a score ended in {type(exc).__name__}")
-
-
-async def _durable(receipts: Sequence[asyncio.Future[Receipt]]) -> None:
-    for receipt in receipts:
-        await receipt
 
 
 def _retrieved(flight: asyncio.Future[Score]) -> None:

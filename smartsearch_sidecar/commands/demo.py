@@ -18,6 +18,7 @@ from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.errors import SidecarError
+from smartsearch_sidecar.listening import Endpoints
 from smartsearch_sidecar.service import Service
 
 QUESTION = "Who wrote the first algorithm intended for a machine?"
@@ -50,7 +51,7 @@ def demo(
 
     failures: list[SidecarError] = []
 
-    def ready(endpoints: daemon.Endpoints, service: Service) -> None:
+    def ready(endpoints: Endpoints, service: Service) -> None:
         # The question goes over HTTP as a rollout's would, so it is asked beside the loop.
         def ask() -> None:
             try:
@@ -80,7 +81,7 @@ def demo(
     raise typer.Exit(code)
 
 
-def _show(console: Console, config: Config, endpoints: daemon.Endpoints, question: str) -> None:
+def _show(console: Console, config: Config, endpoints: Endpoints, question: str) -> None:
     answer = Client(endpoints.sandbox_url).execute(question, config.execute.environment)
     if answer.status != 200:
         raise SidecarError(f"the example question was refused: {answer.value['error']['message']}")

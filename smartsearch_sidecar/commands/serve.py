@@ -11,6 +11,7 @@ import typer
 from smartsearch_sidecar import daemon
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
+from smartsearch_sidecar.listening import Endpoints
 from smartsearch_sidecar.service import Service
 
 
@@ -41,7 +42,7 @@ def serve(
         overrides["server.port"] = port
     loaded = load(config, overrides=overrides)
 
-    def ready(endpoints: daemon.Endpoints, service: Service) -> None:
+    def ready(endpoints: Endpoints, service: Service) -> None:
         # The URLs hold capabilities: they go to the file (0600) and, on request, to `url`.
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 

@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.daemon import Daemon, Endpoints
+from smartsearch_sidecar.daemon import Daemon
 from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.listening import Endpoints
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.service import Service
 from tests.fakes.provider import FakeProvider
