@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smartsearch_sidecar import contract_call
-from smartsearch_sidecar.contract_call import CALL_WORDS_MAX, parse_call
+from smartsearch_sidecar.contract_call import parse_call
 from smartsearch_sidecar.errors import InvalidRequest
 
 LONE = "\ud83d"
@@ -43,6 +43,7 @@ ACCEPTED = [
     ("\n# note 'x\n\nwikipedia_search(query='x', # \"\n top_n=5) # )))\n", "x"),
     ("wikipedia_search(\\\nquery='x', top_n=5)", "x"),
     ("\uff57ikipedia\uff3fsearch(\uff51uery='x', \U0001d4fdop_n=5)", "x"),
+    ("wikipedi\xaa_search(query='x', t\xbap_n=5)", "x"),
     ("wikipedia_search(query='# no comment', top_n=5)", "# no comment"),
     ("wikipedia_search(query=" + "(" * 64 + "'x'" + ")" * 64 + ", top_n=5)", "x"),
     ("wikipedia_search(query=" + "'a' " * 1_000 + ", top_n=5)", "a" * 1_000),
@@ -175,11 +176,19 @@ def test_another_top_n_is_told_apart(number: str) -> None:
 
 
 def test_words_are_counted_outside_strings_and_comments() -> None:
-    """The bound is on names, numbers and marks; text and layout are free."""
-    pairs = (CALL_WORDS_MAX - 10) // 2
-    call = "(" * pairs + "wikipedia_search(query='x', top_n=5,)" + ")" * pairs
+    """Sixty-four pairs of parentheses may be spare; text and layout are free."""
+    call = "(" * 64 + "wikipedia_search(query='x', top_n=5,)" + ")" * 64
     assert parse_call(call + " # a b c (((") == ("x", True)
     assert refusal(f"({call})").message == refusal("").message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f'{x}'", "F''", "rf''", 'fR""', "t''", "tr''", "xr''", "5''", "5.real", "'''a'", '"""a"'],
+)
+def test_what_could_nest_unseen_never_reaches_the_parser(text: str) -> None:
+    """A literal that embeds expressions, or whose end is in doubt, is refused before parsing."""
+    assert not contract_call._bounded(text)
 
 
 def test_each_condition_has_one_constant_message() -> None:
