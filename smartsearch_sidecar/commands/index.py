@@ -86,7 +86,8 @@ def _build(corpus: Path, out: Path, form: Format | None) -> Manifest:
             return build_index(corpus, out, form=form, progress=progress)
         except KeyboardInterrupt:
             stopped = received[0] if received else signal.SIGINT
-    print(f"stopped: no part of {out} was left behind", file=sys.stderr)
+    left = "is complete" if out.exists() else "was not made, and nothing was left behind"
+    print(f"stopped: {out} {left}", file=sys.stderr)
     raise typer.Exit(128 + stopped)
 
 

@@ -48,7 +48,8 @@ Progress = Callable[[str, int, int], None]
 
 FANOUT: Final = 8  # how many segments of a like size tantivy's policy merges
 _LEVEL_PASSAGES_MIN: Final = 5_000  # a merged segment must be told from its parts by size
-_PASSAGES_MAX: Final = 80_000_000  # the policy leaves segments over 10 million alone
+_LIKENESS: Final = 8  # passages a commit for every commit: its first and last are within 1 to 1.5
+_PASSAGES_MAX: Final = 75_000_000  # the policy leaves segments over 10 million alone
 _TELL_EVERY: Final = 4_096
 _WAIT_SECONDS: Final = 0.2
 
@@ -130,11 +131,11 @@ def plan(passages: int, characters: int, sizing: Sizing) -> list[int]:
     if passages <= max(sizing.single_commit_passages, FANOUT * FANOUT):
         return [passages]
     count = FANOUT
-    while (
-        characters > count * sizing.slice_characters
-        and passages >= count * FANOUT * _LEVEL_PASSAGES_MIN
-    ):
-        count *= FANOUT
+    while characters > count * sizing.slice_characters:
+        finer = count * FANOUT
+        if passages < finer * max(_LEVEL_PASSAGES_MIN, _LIKENESS * finer):
+            break  # long passages, or very many: then rather more text in a commit
+        count = finer
     sizes = [passages // count + count - 1 - 2 * position for position in range(count)]
     sizes[0] += passages - sum(sizes)
     return sizes

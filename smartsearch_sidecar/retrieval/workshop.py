@@ -31,6 +31,8 @@ def workshop(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{out.parent} is not a folder; name another place") from None
     except OSError as error:
         raise _cannot_write(out, error) from None
     try:
