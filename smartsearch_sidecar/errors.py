@@ -24,6 +24,8 @@ class SidecarError(Exception):
 
     code: ClassVar[str] = "internal_error"
     cause: str | None = None
+    counted: bool = False
+    """Set once a refusal was counted: it may pass through several hands on its way out."""
 
     @property
     def message(self) -> str:

@@ -79,7 +79,9 @@ class Recorder:
 
     async def refuse(self, exc: errors.SidecarError) -> None:
         """Counts a refusal, closes the latch where it must, and returns once that is durable."""
-        self.refused[exc.cause or exc.code] += 1
+        if not exc.counted:
+            self.refused[exc.cause or exc.code] += 1
+            exc.counted = True
         if exc.cause is not None:
             self.close_latch(exc.cause, detail=exc.message)
             await self.latch_durable()

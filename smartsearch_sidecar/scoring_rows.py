@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract_reward import RewardItem
-from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
-from smartsearch_sidecar.reward.references import References
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
+    from smartsearch_sidecar.reward.references import References
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class ScoringPolicy:
 
     deadline_seconds: float
     max_input_bytes: int
-    seed: int
+    batch_max: int
     judge_provenance: bool
     enforce_provenance: bool
     side_by_side: bool

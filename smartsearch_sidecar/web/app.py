@@ -8,31 +8,25 @@ deadline, and whoever could not be served then closes the latch as soon as there
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
 import structlog
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
+from smartsearch_sidecar.scoring import Scoring
 from smartsearch_sidecar.service import Answer, Service
-from smartsearch_sidecar.status import health_report, status_report
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
+from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.routes import (
     STATUS,
     Capabilities,
-    Target,
     declared_length,
     error_payload,
     require_json,
 )
 
-SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 PROBES = frozenset({"/livez", "/readyz"})
-OPERATOR_BYTES_MAX = 65536  # a reason, a path
-
-Internal = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
 
 class App:
@@ -54,16 +48,13 @@ class App:
         self._ready = asyncio.Event()
         self._early: errors.SidecarError | None = None
         self._log = structlog.get_logger("web")
-        self._internal: dict[tuple[str, ...], dict[str, Internal]] = {
-            ("health",): {"GET": self._health},
-            ("status",): {"GET": self._status},
-            ("latch",): {"POST": self._latch},
-            ("checkpoints",): {"POST": self._checkpoint},
-        }
+        self._internal = InternalRoutes(self._read_body, _json)
 
-    def serve_with(self, service: Service) -> None:
+    def serve_with(self, service: Service, scoring: Scoring | None = None) -> None:
         """Opens the door. Refusals from before close the latch now, the first one first."""
         self._service = service
+        self._internal.service = service
+        self._internal.scoring = scoring
         if self._early is not None and self._early.cause is not None:
             service.recorder.close_latch(
                 self._early.cause, detail=f"while loading: {self._early.message}"
@@ -108,7 +99,7 @@ class App:
         try:
             target = self._capabilities.read(raw)
             if target.internal:
-                return await self._dispatch_internal(request, target)
+                return await self._internal.dispatch(request, target)
             if request.method != "POST" or target.segments == ("execute",):
                 raise errors.MethodNotAllowed("rollouts post")
             raise errors.NotFound("a rollout asked for a route that is not served")
@@ -183,79 +174,13 @@ class App:
         if request.method != "GET":
             return self._error(request, errors.MethodNotAllowed("probes are read"))
         if raw == "/livez":
-            return self._json(request, 200, {"status": "alive"})
+            return _json(request, 200, {"status": "alive"})
         ready = self._service is not None and not self._service.state.closed
-        return self._json(
-            request, 200 if ready else 503, {"status": "ready" if ready else "not_ready"}
-        )
-
-    def _json(self, request: EdgeRequest, status: int, value: Any) -> Reply:
-        payload = orjson.dumps(value)
-        return request.deliver(
-            response_head(status, len(payload), close=not request.keep_alive), payload
-        )
-
-    # --- internal routes --------------------------------------------------------------------------
-
-    async def _dispatch_internal(self, request: EdgeRequest, target: Target) -> Reply:
-        methods = self._internal.get(target.segments)
-        if methods is None:
-            raise errors.NoSuchPage("no internal route of this name")
-        handler = methods.get(request.method)
-        if handler is None:
-            raise errors.MethodNotAllowed("not with this method")
-        status, value = await handler(request, target)
-        return self._json(request, status, value)
-
-    def _need_service(self) -> Service:
-        if self._service is None:
-            raise errors.NotReady("the index is still loading")
-        return self._service
-
-    async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        service = self._need_service()
-        report = await health_report(service, settle_seconds=_settle_seconds(target.query))
-        return (200 if report["state"] == "healthy" else 503), report
-
-    async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        return 200, status_report(self._need_service())
-
-    async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        service = self._need_service()
-        value = await self._operator_json(request)
-        reason = value.get("reason") if isinstance(value, dict) else None
-        if not isinstance(reason, str) or not reason.strip():
-            raise errors.OperatorRequest('send {"reason": "why"}')
-        service.recorder.close_latch("operator", detail=reason)
-        await service.recorder.latch_durable()
-        return 200, status_report(service)
-
-    async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        service = self._need_service()
-        wanted = parse_checkpoint(await self._operator_json(request))
-        seconds = _settle_seconds(target.query, SETTLE_SECONDS)
-        accepted, answer = await take_checkpoint(service, wanted, settle_seconds=seconds)
-        return (201 if accepted else 409), answer
-
-    async def _operator_json(self, request: EdgeRequest) -> Any:
-        """An internal body. A slip in it must not close the latch under an edge refusal's name."""
-        try:
-            return orjson.loads(await self._read_body(request, OPERATOR_BYTES_MAX))
-        except (errors.EdgeRefusal, orjson.JSONDecodeError):
-            raise errors.OperatorRequest("send one JSON object with its Content-Length") from None
+        return _json(request, 200 if ready else 503, {"status": "ready" if ready else "not_ready"})
 
 
-def _settle_seconds(query: str, absent: float = 0.0) -> float:
-    """``settle=SECONDS`` of a query string."""
-    if not query:
-        return absent
-    name, _, value = query.partition("=")
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if name != "settle" or not 0 <= seconds <= SETTLE_SECONDS_MAX:
-        raise errors.OperatorRequest(
-            f"settle must be a number of seconds from 0 to {SETTLE_SECONDS_MAX:g}"
-        )
-    return seconds
+def _json(request: EdgeRequest, status: int, value: Any) -> Reply:
+    payload = orjson.dumps(value)
+    return request.deliver(
+        response_head(status, len(payload), close=not request.keep_alive), payload
+    )

@@ -30,6 +30,32 @@ STATUS: dict[str, int] = {
     "ledger_failed": 503,
     "response_undelivered": 502,
     "internal_error": 500,
+    "reward_failed": 502,
+    "reference_mismatch": 409,
+    "no_user_turn": 409,
+    "template_differs": 409,
+    "solution_too_long": 413,
+    "source_changed": 502,
+    "scorer_failed": 502,
+    "nonfinite_reward": 502,
+    "prompts_differ": 502,
+    "provenance_broken": 409,
+    "verdicts_unparsed": 502,
+    "helper_failed": 502,
+    "helper_unreachable": 502,
+    "helper_transport": 502,
+    "helper_timeout": 502,
+    "helper_status": 502,
+    "helper_answer_invalid": 502,
+    "helper_empty": 502,
+    "helper_usage_missing": 502,
+    "helper_finish_reason": 502,
+    "helper_identity": 502,
+    "helper_overlong": 502,
+    "helper_redirect": 502,
+    "helper_not_json": 502,
+    "helper_truncated": 502,
+    "helper_not_sent": 502,
     "operator_request": 400,
     "not_ready": 503,
 }
@@ -52,14 +78,23 @@ SENTENCE: dict[str, str] = {
     "ledger_failed": "The ledger cannot record; nothing is answered that is not recorded.",
     "response_undelivered": "The client had left.",
     "internal_error": "The sidecar broke a promise of its own; the run is over.",
+    "reference_mismatch": "Question and answers are not those of the declared references.",
+    "no_user_turn": "The text has no user turn: keep special tokens when decoding.",
+    "template_differs": "The scorer cannot read the text: chat template or decoding differ.",
+    "solution_too_long": "The rollout is over reward.max_input_bytes.",
+    "provenance_broken": "A result block is no answer of this run; ask /health for the cause.",
     "operator_request": "A parameter or the body of this internal request is not allowed.",
     "not_ready": "The index is still loading.",
 }
 
 
+_REWARD_SENTENCE = "No reward was given and the run is over; ask /health for the cause."
+
+
 def error_payload(code: str) -> bytes:
     """The JSON body of an error answer."""
-    return orjson.dumps({"error": {"code": code, "message": SENTENCE[code], "retryable": False}})
+    message = SENTENCE.get(code, _REWARD_SENTENCE)
+    return orjson.dumps({"error": {"code": code, "message": message, "retryable": False}})
 
 
 @dataclass(frozen=True, slots=True)

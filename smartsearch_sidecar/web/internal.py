@@ -1,0 +1,155 @@
+"""The trainer's and the operator's routes, under the internal capability.
+
+A slip of the operator changes nothing; a failed reward closes the latch, whoever made the slip,
+because the pinned trainer swallows the first exception and scores the batch again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
+from smartsearch_sidecar.contract_reward import RewardItem, parse_reward, parse_reward_batch
+from smartsearch_sidecar.scoring import Scoring, as_reward_failure
+from smartsearch_sidecar.service import Service
+from smartsearch_sidecar.status import health_report, status_report
+from smartsearch_sidecar.web.edge import EdgeRequest, Reply
+from smartsearch_sidecar.web.routes import Target
+
+SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
+OPERATOR_BYTES_MAX = 65536  # a reason, a path
+PARSE_ON_LOOP_BYTES_MAX = 65536  # strict parsing of more would hold the loop for milliseconds
+ESCAPES = 2  # bytes of JSON per byte of text: quotes, newlines and what a client escapes besides
+BATCH_BYTES_MAX = 256 * 1024 * 1024  # held in memory until the whole batch is in
+
+ReadBody = Callable[[EdgeRequest, int], Awaitable[bytes]]
+AnswerJson = Callable[[EdgeRequest, int, Any], Reply]
+Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
+
+
+class InternalRoutes:
+    """``service`` is set once the run is claimed, ``scoring`` with it where rewards are enabled."""
+
+    def __init__(self, read_body: ReadBody, answer_json: AnswerJson) -> None:
+        self.service: Service | None = None
+        self.scoring: Scoring | None = None
+        self._read_body = read_body
+        self._answer_json = answer_json
+        self._routes: dict[tuple[str, ...], dict[str, Handler]] = {
+            ("health",): {"GET": self._health},
+            ("status",): {"GET": self._status},
+            ("latch",): {"POST": self._latch},
+            ("checkpoints",): {"POST": self._checkpoint},
+            ("reward",): {"POST": self._reward},
+            ("reward", "batch"): {"POST": self._reward_batch},
+        }
+
+    async def dispatch(self, request: EdgeRequest, target: Target) -> Reply:
+        """Serves an authenticated internal request; raises the named error that answers it."""
+        methods = self._routes.get(target.segments)
+        if methods is None:
+            raise errors.NoSuchPage("no internal route of this name")
+        handler = methods.get(request.method)
+        if handler is None:
+            raise errors.MethodNotAllowed("not with this method")
+        status, value = await handler(request, target)
+        return self._answer_json(request, status, value)
+
+    def _need_service(self) -> Service:
+        if self.service is None:
+            raise errors.NotReady("the index is still loading")
+        return self.service
+
+    # --- the gate and the operator ----------------------------------------------------------------
+
+    async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        report = await health_report(service, settle_seconds=_settle_seconds(target.query))
+        return (200 if report["state"] == "healthy" else 503), report
+
+    async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        return 200, status_report(self._need_service())
+
+    async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        value = await self._operator_json(request)
+        reason = value.get("reason") if isinstance(value, dict) else None
+        if not isinstance(reason, str) or not reason.strip():
+            raise errors.OperatorRequest('send {"reason": "why"}')
+        service.recorder.close_latch("operator", detail=reason)
+        await service.recorder.latch_durable()
+        return 200, status_report(service)
+
+    async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        service = self._need_service()
+        wanted = parse_checkpoint(await self._operator_json(request))
+        seconds = _settle_seconds(target.query, SETTLE_SECONDS)
+        accepted, answer = await take_checkpoint(service, wanted, settle_seconds=seconds)
+        return (201 if accepted else 409), answer
+
+    async def _operator_json(self, request: EdgeRequest) -> Any:
+        """An internal body. A slip in it must not close the latch under an edge refusal's name."""
+        try:
+            return orjson.loads(await self._read_body(request, OPERATOR_BYTES_MAX))
+        except (errors.EdgeRefusal, orjson.JSONDecodeError):
+            raise errors.OperatorRequest("send one JSON object with its Content-Length") from None
+
+    # --- rewards ----------------------------------------------------------------------------------
+
+    def _need_scoring(self) -> Scoring:
+        self._need_service()
+        if self.scoring is None:
+            raise errors.NoSuchPage("rewards are off: set reward.enabled")
+        return self.scoring
+
+    async def _reward(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        scoring = self._need_scoring()
+        bound = scoring.policy.max_input_bytes * ESCAPES + OPERATOR_BYTES_MAX
+        (scored,) = await self._score(request, scoring, bound, lambda body: (parse_reward(body),))
+        return 200, scored
+
+    async def _reward_batch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        scoring = self._need_scoring()
+        rows_max = scoring.policy.batch_max
+        scored = await self._score(
+            request, scoring, BATCH_BYTES_MAX, lambda body: parse_reward_batch(body, rows_max)
+        )
+        return 200, {"rewards": scored}
+
+    async def _score(
+        self,
+        request: EdgeRequest,
+        scoring: Scoring,
+        bytes_max: int,
+        parse: Callable[[bytes], tuple[RewardItem, ...]],
+    ) -> list[dict[str, Any]]:
+        try:
+            body = await self._read_body(request, bytes_max)
+            if len(body) > PARSE_ON_LOOP_BYTES_MAX:
+                items = await asyncio.to_thread(parse, body)
+            else:
+                items = parse(body)
+        except errors.SidecarError as exc:
+            raise as_reward_failure(exc) from exc
+        return [row.as_json() for row in await scoring.score(items, began=request.began)]
+
+
+def _settle_seconds(query: str, absent: float = 0.0) -> float:
+    """``settle=SECONDS`` of a query string."""
+    if not query:
+        return absent
+    name, _, value = query.partition("=")
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if name != "settle" or not 0 <= seconds <= SETTLE_SECONDS_MAX:
+        raise errors.OperatorRequest(
+            f"settle must be a number of seconds from 0 to {SETTLE_SECONDS_MAX:g}"
+        )
+    return seconds
