@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +32,20 @@ def doc(**fields: Any) -> dict[str, Any]:
     return {"id": "1", "contents": "text", **fields}
 
 
+class SizedOnly:
+    """Has a length, and nothing else of a sequence."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Unreadable(UserDict[str, Any]):
+    """A document that fails while it is read."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise OSError("the page is gone")
+
+
 async def test_passages_are_stripped_and_joined_by_one_blank_line() -> None:
     """The answer's text is the stripped contents joined by one blank line."""
     provider = FakeProvider()
@@ -40,6 +56,21 @@ async def test_passages_are_stripped_and_joined_by_one_blank_line() -> None:
         {"id": "a", "contents": "one", "score": None},
         {"id": "b", "contents": "two", "score": 0.5},
     ]
+
+
+async def test_scores_of_a_numerical_library_are_plain_numbers() -> None:
+    """A float or integer of a library's own type is recorded as the number it is."""
+
+    class Real(float):
+        pass
+
+    class Whole(int):
+        pass
+
+    provider = FakeProvider()
+    provider.answer = [doc(score=Real(0.1)), doc(id="2", score=Whole(2**64 - 1))]
+    found = await (await guarded(provider)).search("q", FAR)
+    assert [item["score"] for item in found.documents()] == [0.1, 2**64 - 1]
 
 
 async def test_nothing_found_is_an_empty_answer() -> None:
@@ -71,10 +102,14 @@ async def test_nothing_found_is_an_empty_answer() -> None:
         [doc(score=True)],
         [doc(score=float("nan"))],
         [doc(score=float("inf"))],
+        [doc(score=2**64)],
+        [doc(score=-(10**400))],
         [doc(), doc()],
         [doc(id="1 "), doc()],
         [doc(contents="\ud800")],
         [doc(contents="x" * (8 * 1024 * 1024 + 1))],
+        lambda _query: SizedOnly(),
+        [UserDict(doc()), Unreadable()],
     ],
     ids=lambda value: repr(value)[:40],
 )

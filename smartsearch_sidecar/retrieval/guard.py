@@ -139,7 +139,14 @@ class Guard:
         """
         documents = await self._ask(query, deadline)
         await self.check_identity()
-        return self._found(documents)
+        try:
+            return self._found(documents)
+        except errors.SidecarError:
+            raise
+        except Exception as exc:  # a provider's own objects may raise when read: classified here
+            raise errors.DocumentInvalid(
+                f"the provider's documents could not be read ({type(exc).__name__})"
+            ) from exc
 
     async def _ask(self, query: str, deadline: float) -> Any:
         loop = asyncio.get_running_loop()
@@ -218,9 +225,19 @@ def _document(item: Any, position: int) -> dict[str, Any]:
         values[field] = text.strip()
         if not values[field]:
             raise errors.DocumentInvalid(f"document {position} has an empty {field}")
-    score = item.get("score")
-    if score is not None and (
-        isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score)
-    ):
-        raise errors.DocumentInvalid(f"document {position} has a score that is no finite number")
+    score = _score(item.get("score"), position)
     return {"id": values["id"], "contents": values["contents"], "score": score}
+
+
+def _score(score: Any, position: int) -> float | int | None:
+    """A plain number: what a numerical library calls a float is one, but no encoder's."""
+    if score is None:
+        return None
+    if isinstance(score, float) and math.isfinite(score):
+        return float(score)
+    # Wider ones have no form in the records.
+    if isinstance(score, int) and not isinstance(score, bool) and -(2**63) <= score < 2**64:
+        return int(score)
+    raise errors.DocumentInvalid(
+        f"document {position} has a score that is no finite number of 64 bits"
+    )
