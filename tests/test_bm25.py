@@ -524,7 +524,10 @@ def overwrite(path: Path, seed: int | None) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize(("ending", "cause"), [("store", "ValueError"), ("idx", "PanicException")])
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [("term", "ValueError"), ("store", "PanicException"), ("idx", "PanicException")],
+)
 async def test_damage_that_comes_later_is_a_fault(
     ending: str, cause: str, seed: int | None, folder: Path
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -114,7 +114,7 @@ def _progress() -> Iterator[Progress]:
     """A bar for each stage on a terminal, a plain line every few seconds elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _plain()
+        yield plain_lines()
         return
     with Bars(
         TextColumn("{task.description}"),
@@ -137,15 +137,17 @@ def _progress() -> Iterator[Progress]:
         yield update
 
 
-def _plain() -> Progress:
-    last = time.monotonic()
+def plain_lines(clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Progress as lines of text on standard error, one every ``PLAIN_SECONDS`` at most."""
+    last = clock()
 
     def update(stage: str, done: int, total: int) -> None:
         nonlocal last
-        now = time.monotonic()
+        now = clock()
         if now - last >= PLAIN_SECONDS:
             last = now
-            print(f"{STAGES[stage]} {_amount(stage, done, total)}", file=sys.stderr, flush=True)
+            line = f"{STAGES[stage]} {_amount(stage, done, total)}".rstrip()
+            print(line, file=sys.stderr, flush=True)
 
     return update
 
