@@ -155,9 +155,8 @@ def test_assert_of_the_source_decides(scorer: Scorer) -> None:
 
 def test_nothing_but_functions_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Imports and module level code of the source must not run, and its prints must go nowhere."""
-    extra = (
-        f"import no_such_module\nopen({str(tmp_path / 'ran')!r}, 'w')\nclass Loud: print('class')"
-    )
+    ran = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
+    extra = f"import no_such_module\n{ran}\nclass Loud:\n    {ran}"
     scorer = written(tmp_path, "print('scored'); return 0.5", extra=extra)
     assert scorer.score_serial("", "", lambda _: "") == 0.5
     assert not (tmp_path / "ran").exists()
