@@ -124,17 +124,20 @@ class Capabilities:
     def read(self, raw_target: str) -> Target:
         """Splits a target; raises ``Unauthorized`` without a hint which part was wrong."""
         path, _, query = raw_target.partition("?")
-        whole = raw_target.split("/")
         parts = path.split("/")
-        first = (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
-        execute = hmac.compare_digest(first, self._execute)
-        internal = hmac.compare_digest(first, self._internal)
+        # For rollouts a query string belongs to its segment, the first or the second: never served.
+        whole = raw_target.split("/")
+        internal = hmac.compare_digest(_first_segment(parts), self._internal)
+        execute = hmac.compare_digest(_first_segment(whole), self._execute)
         if parts[0] == "" and internal:
             return Target(True, tuple(parts[2:]), query)
-        # For rollouts the query string belongs to the second segment: it is never served.
         if whole[0] == "" and execute and len(whole) == 3:
             return Target(False, (whole[2],), "")
         raise errors.Unauthorized("wrong or no capability")
+
+
+def _first_segment(parts: list[str]) -> bytes:
+    return (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
 
 
 def declared_length(transfer_encoding: bool, lengths: list[str], bytes_max: int) -> int:

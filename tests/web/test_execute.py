@@ -97,6 +97,7 @@ async def test_query_is_stripped_for_the_search(tmp_path: Path) -> None:
         ("/" + EXECUTE_CAPABILITY, 401),
         ("/" + EXECUTE_CAPABILITY + "/execute/", 401),
         ("/" + EXECUTE_CAPABILITY + "/execute/x", 401),
+        ("/" + EXECUTE_CAPABILITY + "?x/execute", 401),
         ("//" + EXECUTE_CAPABILITY + "/execute", 401),
         ("/%65" + EXECUTE_CAPABILITY[1:] + "/execute", 401),
         ("http://127.0.0.1/" + EXECUTE_CAPABILITY + "/execute", 401),
