@@ -139,7 +139,7 @@ class RunState:
         self.closed_cleanly = False
         try:
             step(self, record)
-        except (KeyError, TypeError, ValueError) as exc:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
             raise errors.LedgerCorrupt(
                 f"a {record.kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
             ) from None
