@@ -62,14 +62,9 @@ class RunFiles:
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=DIRECTORY_MODE)
-        except FileExistsError:
-            served = is_locked(self.directory / LOCK)
-            raise errors.RunDirectoryError(
-                f"run directory {self.directory} exists already"
-                f"{' and is being served by another process' if served else ''}: name a new one, "
-                "or continue it with --resume"
-            ) from None
         except OSError as exc:
+            if os.path.lexists(self.directory):
+                raise self._exists() from None
             raise errors.RunDirectoryError(
                 f"run directory {self.directory} cannot be made: {exc.strerror}"
             ) from None
@@ -77,6 +72,16 @@ class RunFiles:
         self._make_journal()
         for place in missing:
             self._sync_directory(place.parent)
+
+    def _exists(self) -> errors.RunDirectoryError:
+        served = False
+        with contextlib.suppress(OSError):  # a directory we may not look into is there all the same
+            served = is_locked(self.directory / LOCK)
+        return errors.RunDirectoryError(
+            f"run directory {self.directory} exists already"
+            f"{' and is being served by another process' if served else ''}: name a new one, "
+            "or continue it with --resume"
+        )
 
     def resume(self) -> None:
         """Takes the lock of a directory that exists; nothing else in it is changed.
