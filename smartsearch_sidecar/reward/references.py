@@ -1,0 +1,264 @@
+"""The declared references: which answers belong to a question, and to which split.
+
+A reward may only be computed against answers that were declared when the run was claimed. The
+question is found where the scorer finds it, and everything is compared after NFC, because the
+rollout has been through a tokenizer that composes and the dataset has not. No message of this
+module holds an answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, TypeGuard
+
+from smartsearch_sidecar import errors
+
+Split: TypeAlias = Literal["train", "validation"]
+
+TURN_START: Final = "<|im_start|>user\n"
+TURN_END: Final = "<|im_end|>"
+"""The user turn of the pinned chat template; the scorer reads the first one."""
+
+PARQUET_MAGIC: Final = b"PAR1"
+PARQUET_BATCH_ROWS: Final = 1024
+"""Rows decoded at once: the file is streamed, whatever its row groups are."""
+
+ROWS_NAMED_MAX: Final = 5
+"""Bad rows a refusal names; a file that is wrong throughout needs no longer list."""
+
+_COLUMNS: Final = ("question", "golden_answers", "ground_truth", "reward_model.ground_truth")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the question of a rollout was declared; ``question`` is as the scorer finds it."""
+
+    split: Split
+    question: str
+
+
+class References:
+    """Questions and their answers, per split.
+
+    Attributes:
+        digest: sha256 (hex) that names the contents: the UTF-8 lines
+            ``[split, question, [answer, ...]]`` (JSON without spaces, not escaped), in the order of
+            split and question. The files' own order, layout and repetitions do not matter.
+        counts: questions per declared split.
+    """
+
+    def __init__(self, declared: Mapping[str, tuple[Split, tuple[str, ...]]]) -> None:
+        """``declared`` maps a question (stripped, NFC) to its split and answers (NFC)."""
+        self._declared = declared
+        self.digest = _digest(declared)
+        splits = [split for split, _answers in declared.values()]
+        self.counts = {split: splits.count(split) for split in sorted(set(splits))}
+
+    @classmethod
+    def load(cls, train: Path | None, validation: Path | None = None) -> References:
+        """Reads Parquet or JSONL (told apart by content), one row a question.
+
+        A row has ``question`` (text) and its answers (text, or a list of texts) as
+        ``reward_model.ground_truth``, ``ground_truth`` or ``golden_answers``.
+
+        Raises:
+            ReferencesError: a file cannot be read, or has unusable rows; rows are named by number,
+                counted from 1 (lines, in JSONL).
+            NotAvailable: a Parquet file, and pyarrow is not installed.
+        """
+        declared: dict[str, tuple[Split, tuple[str, ...]]] = {}
+        files: tuple[tuple[Split, Path | None], ...] = (
+            ("train", train),
+            ("validation", validation),
+        )
+        for split, path in files:
+            if path is not None:
+                _declare(declared, split, path)
+        if not declared:
+            raise errors.ReferencesError(
+                "no references are declared: set reward.references.train or .validation"
+            )
+        return cls(declared)
+
+    def __len__(self) -> int:
+        return len(self._declared)
+
+    def lookup(self, solution_str: str, ground_truth: str | Sequence[str]) -> Located:
+        """Finds the question of a rollout and checks the answers sent with it.
+
+        Args:
+            solution_str: prompt and response, decoded together.
+            ground_truth: the answers as the dataset has them: one, or several in order.
+
+        Raises:
+            NoUserTurn: the text has none.
+            ReferenceMismatch: the question is not declared, or has other answers.
+        """
+        question = user_question(solution_str)
+        split, answers = self._declared.get(_composed(question), (None, None))
+        if split is None:
+            raise errors.ReferenceMismatch(
+                "the question of a rollout is not among the declared references; train and "
+                "validate on the files named in [reward.references]"
+            )
+        given = (ground_truth,) if isinstance(ground_truth, str) else tuple(ground_truth)
+        if tuple(map(_composed, given)) != answers:
+            raise errors.ReferenceMismatch(
+                f"the answers sent with a question of the {split} split are not its declared ones; "
+                f"reward.references.{split} must be the file the trainer reads"
+            )
+        return Located(split, question)
+
+
+def user_question(solution_str: str) -> str:
+    """The first user turn, without the white space around it, as the scorer finds it.
+
+    Raises:
+        NoUserTurn: there is none.
+    """
+    start = solution_str.find(TURN_START)
+    begin = start + len(TURN_START)
+    end = solution_str.find(TURN_END, begin)
+    if start < 0 or end < 0:
+        raise errors.NoUserTurn(
+            "the text of a rollout has no user turn (<|im_start|>user ... <|im_end|>): the chat "
+            "template differs from the pinned one, or special tokens were skipped in decoding"
+        )
+    return solution_str[begin:end].strip()
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text)
+
+
+def _digest(declared: Mapping[str, tuple[Split, tuple[str, ...]]]) -> str:
+    digest = hashlib.sha256()
+    for question in sorted(declared, key=lambda question: (declared[question][0], question)):
+        split, answers = declared[question]
+        row = [split, question, answers]
+        line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
+
+
+class _BadRow(Exception):
+    """Why one row cannot be used; never leaves this module."""
+
+
+def _declare(declared: dict[str, tuple[Split, tuple[str, ...]]], split: Split, path: Path) -> None:
+    """Adds one file, or refuses it with its bad rows."""
+    bad: list[str] = []
+    found = 0
+    for number, row in _rows(path):
+        found += 1
+        try:
+            question, answers = _parse(row)
+            before = declared.setdefault(question, (split, answers))
+            if before[0] != split:
+                raise _BadRow(f"its question is in the {before[0]} split too")
+            if before[1] != answers:
+                raise _BadRow("its question was declared before with other answers")
+        except _BadRow as error:
+            bad.append(f"row {number}: {error}")
+    if bad:
+        more = f"; and {len(bad) - ROWS_NAMED_MAX} more" if len(bad) > ROWS_NAMED_MAX else ""
+        raise errors.ReferencesError(
+            f"reward.references.{split} {path}: {'; '.join(bad[:ROWS_NAMED_MAX])}{more}"
+        )
+    if not found:
+        raise errors.ReferencesError(f"reward.references.{split} {path} has no rows")
+
+
+def _parse(row: object) -> tuple[str, tuple[str, ...]]:
+    """Question and answers of one row, stripped and composed as they are compared."""
+    if isinstance(row, _BadRow):
+        raise row
+    if not isinstance(row, Mapping):
+        raise _BadRow("not a JSON object")
+    question = row.get("question")
+    if not _is_text(question):
+        raise _BadRow("question is not a text, or blank")
+    key = _composed(question.strip())
+    if TURN_END in key:
+        raise _BadRow(f"question holds {TURN_END}, so the scorer would read only a part of it")
+    model = row.get("reward_model")
+    nested = model.get("ground_truth") if isinstance(model, Mapping) else None
+    given = [nested, row.get("ground_truth"), row.get("golden_answers")]
+    found = {_answers(value) for value in given if value is not None}
+    if not found:
+        raise _BadRow("no answers (reward_model.ground_truth, ground_truth or golden_answers)")
+    if len(found) > 1:
+        raise _BadRow("two columns of answers that differ")
+    return key, found.pop()
+
+
+def _answers(value: object) -> tuple[str, ...]:
+    """One answer is a list of one: the scorer reads both alike."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    if not listed or not all(map(_is_text, listed)):
+        raise _BadRow("answers are not a text or a list of texts, or one of them is blank")
+    return tuple(map(_composed, listed))
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Text with something in it, and with a UTF-8 form: the digest and the wire need one."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _rows(path: Path) -> Iterator[tuple[int, object]]:
+    """Rows with their numbers; a line that cannot be read is a ``_BadRow`` in its place."""
+    try:
+        with path.open("rb") as file:
+            is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+        yield from _parquet(path) if is_parquet else _jsonl(path)
+    except OSError as error:
+        raise errors.ReferencesError(
+            f"the references {path} cannot be read ({error.strerror or error})"
+        ) from error
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line.decode())
+            except (ValueError, RecursionError):
+                yield number, _BadRow("not a line of JSON in UTF-8")
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise errors.NotAvailable(
+            f"the references {path} are a Parquet file and pyarrow is not installed: install "
+            "smartsearch-sidecar[parquet], or name a JSONL file"
+        ) from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            # Names that are not in the file select nothing; a row then says what it lacks.
+            for batch in file.iter_batches(PARQUET_BATCH_ROWS, columns=list(_COLUMNS)):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (ValueError, arrow.ArrowException) as error:
+        raise errors.ReferencesError(
+            f"the references {path} are a damaged Parquet file ({type(error).__name__} after "
+            f"row {number})"
+        ) from error
