@@ -124,19 +124,23 @@ class Capabilities:
     def read(self, raw_target: str) -> Target:
         """Splits a target; raises ``Unauthorized`` without a hint which part was wrong."""
         path, _, query = raw_target.partition("?")
-        parts = path.split("/")
-        # For rollouts a query string belongs to its segment, the first or the second: never served.
         whole = raw_target.split("/")
-        internal = hmac.compare_digest(_first_segment(parts), self._internal)
-        execute = hmac.compare_digest(_first_segment(whole), self._execute)
+        parts = path.split("/")
+        execute = hmac.compare_digest(_second(whole), self._execute)
+        internal = hmac.compare_digest(_second(parts), self._internal)
         if parts[0] == "" and internal:
             return Target(True, tuple(parts[2:]), query)
+        # A rollout's query string belongs to the segment it stands in: it is never served.
         if whole[0] == "" and execute and len(whole) == 3:
             return Target(False, (whole[2],), "")
         raise errors.Unauthorized("wrong or no capability")
 
 
 def _first_segment(parts: list[str]) -> bytes:
+    return (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
+
+
+def _second(parts: list[str]) -> bytes:
     return (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
 
 
