@@ -47,7 +47,7 @@ def trainer_row(question: str, answers: object) -> dict[str, object]:
 def references(tmp_path: Path) -> References:
     train = [{"question": "Which island?", "golden_answers": [SECRET, "Unguja"]}]
     train.append({"question": " Cafe\u0301? \n", "golden_answers": ["the\u0301"]})
-    validation = [{"question": "Who?", "ground_truth": "Gounod"}]
+    validation = [{"question": "By whom?", "ground_truth": "Gounod"}]
     return References.load(
         jsonl(tmp_path / "train.jsonl", train), jsonl(tmp_path / "validation.jsonl", validation)
     )
@@ -60,7 +60,7 @@ def test_the_split_is_the_one_that_declares_the_question(references: References)
     """A rollout must be located in the split that declares its question and answers."""
     asked = rollout("Which island?", [], final("x"))
     assert references.lookup(asked, [SECRET, "Unguja"]) == Located("train", "Which island?")
-    assert references.lookup(prompt("Who?"), "Gounod") == Located("validation", "Who?")
+    assert references.lookup(prompt("By whom?"), "Gounod") == Located("validation", "By whom?")
     assert references.counts == {"train": 2, "validation": 1}
     assert len(references) == 3
 
@@ -88,7 +88,7 @@ def test_white_space_and_composition_do_not_matter(
         ("Which island?", [SECRET, "unguja"]),
         ("Which island?", [SECRET, "Unguja "]),
         ("Which island?", []),
-        ("Who?", [SECRET, "Unguja"]),
+        ("By whom?", [SECRET, "Unguja"]),
     ],
 )
 def test_what_was_not_declared_is_refused(
@@ -99,6 +99,8 @@ def test_what_was_not_declared_is_refused(
         references.lookup(prompt(question), answers)
     assert SECRET not in str(caught.value)
     assert "Unguja" not in str(caught.value)
+    is_declared = question in ("Which island?", "By whom?")
+    assert ("declared ones" if is_declared else "not among") in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_digest_is_the_documented_one(references: References) -> None:
     lines = [
         '["train","Caf\u00e9?",["th\u00e9"]]',
         f'["train","Which island?",["{SECRET}","Unguja"]]',
-        '["validation","Who?",["Gounod"]]',
+        '["validation","By whom?",["Gounod"]]',
     ]
     text = "".join(f"{line}\n" for line in lines)
     assert references.digest == hashlib.sha256(text.encode()).hexdigest()
