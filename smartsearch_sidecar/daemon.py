@@ -17,19 +17,15 @@ import structlog
 import uvloop
 
 from smartsearch_sidecar import errors, logs
-from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.assembly import Parts, assemble
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.contract import ExecuteRules
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.record import Kind
-from smartsearch_sidecar.ledger.reopen import Reopened
 from smartsearch_sidecar.listening import Endpoints, bind
-from smartsearch_sidecar.opening import MIB, begin, take_directory
-from smartsearch_sidecar.retrieval.cache import Retrieval
-from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.opening import take_directory
 from smartsearch_sidecar.retrieval.provider import Provider
-from smartsearch_sidecar.retrieval.providers import Progress, open_configured
-from smartsearch_sidecar.service import Service, ServicePolicy
+from smartsearch_sidecar.retrieval.providers import Progress
+from smartsearch_sidecar.service import Service
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.edge import EdgeServer, drain, listen, serve
 from smartsearch_sidecar.web.routes import Capabilities
@@ -37,7 +33,6 @@ from smartsearch_sidecar.web.routes import Capabilities
 EXIT_FINE = 0
 EXIT_LATCHED = 4
 
-TOP_N = 5  # the contract's; part of every call
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
 
@@ -105,20 +100,26 @@ class Daemon:
         try:
             server = self._edge()
             self.port = await self._listen(server, listening)
-            guard = await self._load()
-            service = await self._begin(guard, found)
+            parts = await assemble(
+                self.config,
+                self.files,
+                found,
+                provider=self._provider,
+                progress=self._progress,
+            )
         except BaseException:
             _close_listeners(listening)
             await asyncio.to_thread(self.files.abandon)
             raise
         endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
-        self.app.serve_with(service)
+        service = parts.service
+        self.app.serve_with(service, parts.scoring)
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
         if self._on_ready is not None:
             self._on_ready(endpoints, service)
         await self._stop.wait()
-        await self._wind_down(service, server, listening)
+        await self._wind_down(parts, server, listening)
         return EXIT_LATCHED if service.state.closed else EXIT_FINE
 
     # --- building ---------------------------------------------------------------------------------
@@ -157,45 +158,12 @@ class Daemon:
             listening.append(await listen(probes, probe))
         return port
 
-    async def _load(self) -> Guard:
-        retrieval = self.config.retrieval
-        provider = self._provider or await open_configured(self.config, self._progress)
-        guard = Guard(
-            provider,
-            top_n=TOP_N,
-            retries=retrieval.retries,
-            drop_tagged=retrieval.on_protocol_tag == "drop",
-            watch_drift=retrieval.on_drift == "latch",
-        )
-        await guard.claim_identity()
-        return guard
-
-    async def _begin(self, guard: Guard, found: Reopened | None) -> Service:
-        execute = self.config.execute
-        facts = {
-            "retrieval": guard.identity,
-            "retrieval_identity_sha256": guard.identity_sha256,
-        }
-        recorder = await begin(self.files, self.config, found, facts)
-        return Service(
-            recorder=recorder,
-            slots=Slots(execute.slots, execute.waiting_max),
-            retrieval=Retrieval(guard, cache_bytes=self.config.retrieval.cache_mib * MIB),
-            policy=ServicePolicy(
-                rules=ExecuteRules(
-                    execute.environment, frozenset(execute.accepted_environment_sha256)
-                ),
-                deadline_seconds=execute.deadline_seconds,
-                decline=execute.on_invalid_query == "decline",
-                latch_undelivered=execute.on_undelivered == "latch",
-            ),
-        )
-
     # --- closing ----------------------------------------------------------------------------------
 
     async def _wind_down(
-        self, service: Service, server: EdgeServer, listening: list[asyncio.Server]
+        self, parts: Parts, server: EdgeServer, listening: list[asyncio.Server]
     ) -> None:
+        service, scoring = parts.service, parts.scoring
         self._log.info(
             "stopping", in_service=service.slots.in_service, waiting=service.slots.waiting
         )
@@ -204,10 +172,12 @@ class Daemon:
         try:
             async with asyncio.timeout(limit):
                 await service.slots.wait_idle()
+                if scoring is not None:
+                    await scoring.slots.wait_idle()
         except TimeoutError:
             self._log.error("work in flight did not end in time", seconds=limit)
         await drain(server, CONNECTIONS_CLOSE_SECONDS)
-        await service.retrieval.close()
+        await parts.close()
         await self._record_end(service)
         await service.writer.close()
         await asyncio.to_thread(self._close_files)

@@ -26,6 +26,7 @@ from smartsearch_sidecar.contract import (
     parse_execute,
     reference_refusal,
     render_execute,
+    result_of,
 )
 from smartsearch_sidecar.ledger.record import Draft, Kind
 from smartsearch_sidecar.recorder import Recorder
@@ -69,13 +70,18 @@ class Service:
         slots: Slots,
         retrieval: Retrieval,
         policy: ServicePolicy,
+        told: Callable[[str], None] | None = None,
     ) -> None:
+        """``told`` hears the result text of every answer before it is handed over, for the
+        provenance of rewards.
+        """
         self.recorder = recorder
         self.state = recorder.state
         self.writer = recorder.writer
         self.slots = slots
         self.retrieval = retrieval
         self.policy = policy
+        self._told = told
 
     def undelivered(self, number: int | None, stage: str) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""
@@ -177,6 +183,8 @@ class Service:
         except asyncio.CancelledError:
             self.undelivered(number, "cancelled before the answer")
             raise
+        if self._told is not None:
+            self._told(result_of(payload))
         return Answer(payload, number)
 
     def _settle_failed(self, number: int, exc: errors.SidecarError) -> None:

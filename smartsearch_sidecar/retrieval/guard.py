@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import render_execute
+from smartsearch_sidecar.contract import render_execute, result_of
 from smartsearch_sidecar.retrieval.provider import Provider
 
 TEXT_CHARACTERS_MAX = 8 * 1024 * 1024  # one document field; the reference's bound
@@ -52,8 +52,7 @@ class Found:
     @property
     def result(self) -> str:
         """The passages as the rollout gets them."""
-        text: str = orjson.loads(self.payload)["result"]
-        return text
+        return result_of(self.payload)
 
     def documents(self) -> list[dict[str, Any]]:
         """The documents as values."""

@@ -1,0 +1,117 @@
+"""The parts of a run put together from its configuration, in the order they need each other.
+
+provider and guard (who answers) -> rewards (who scores) -> recorder (the claim names both) ->
+service and scoring. ``daemon.py`` keeps them and closes them in reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract import ExecuteRules
+from smartsearch_sidecar.ledger.file import RunFiles
+from smartsearch_sidecar.ledger.reopen import Reopened
+from smartsearch_sidecar.opening import MIB, begin
+from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.provider import Provider
+from smartsearch_sidecar.retrieval.providers import Progress, open_configured
+from smartsearch_sidecar.scoring import Scoring
+from smartsearch_sidecar.service import Service, ServicePolicy
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.rewards import Rewards
+
+TOP_N = 5  # the contract's; part of every call
+
+
+@dataclass(slots=True)
+class Parts:
+    """A run, assembled; ``scoring`` and ``rewards`` where rewards are enabled."""
+
+    service: Service
+    scoring: Scoring | None
+    rewards: Rewards | None
+    watching: asyncio.Task[None] | None
+
+    async def close(self) -> None:
+        """Ends what runs beside the requests; the writer is the daemon's to close, last."""
+        if self.watching is not None:
+            self.watching.cancel()
+            await asyncio.wait([self.watching])
+        if self.scoring is not None:
+            await self.scoring.close()
+        if self.rewards is not None:
+            await self.rewards.close()
+        await self.service.retrieval.close()
+
+
+async def assemble(
+    config: Config,
+    files: RunFiles,
+    found: Reopened | None,
+    *,
+    provider: Provider | None = None,
+    progress: Progress | None = None,
+) -> Parts:
+    """Opens provider and rewards, claims or resumes the run, and builds what serves it.
+
+    Whatever was opened is closed again where a later step fails. Raises ``UsageError`` or another
+    named error with a sentence for the operator.
+    """
+    opened = provider or await open_configured(config, progress)
+    rewards: Rewards | None = None
+    try:
+        guard = await _guard(config, opened)
+        facts: dict[str, Any] = {
+            "retrieval": guard.identity,
+            "retrieval_identity_sha256": guard.identity_sha256,
+        }
+        if config.reward.enabled:
+            # Imported where they are wanted: a run without rewards does not load their modules.
+            from smartsearch_sidecar.rewards import open_rewards
+
+            rewards = await open_rewards(config)
+            facts["reward"] = rewards.facts
+            if found is not None:
+                await asyncio.to_thread(rewards.remember, files.directory)
+        recorder = await begin(files, config, found, facts)
+    except BaseException:
+        if rewards is not None:
+            await rewards.close()
+        await opened.close()
+        raise
+    execute = config.execute
+    service = Service(
+        recorder=recorder,
+        slots=Slots(execute.slots, execute.waiting_max),
+        retrieval=Retrieval(guard, cache_bytes=config.retrieval.cache_mib * MIB),
+        policy=ServicePolicy(
+            rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
+            deadline_seconds=execute.deadline_seconds,
+            decline=execute.on_invalid_query == "decline",
+            latch_undelivered=execute.on_undelivered == "latch",
+        ),
+        told=None if rewards is None else rewards.answers.add,
+    )
+    if rewards is None:
+        return Parts(service, None, None, None)
+    watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
+    return Parts(service, rewards.scoring(recorder), rewards, watching)
+
+
+async def _guard(config: Config, provider: Provider) -> Guard:
+    retrieval = config.retrieval
+    guard = Guard(
+        provider,
+        top_n=TOP_N,
+        retries=retrieval.retries,
+        drop_tagged=retrieval.on_protocol_tag == "drop",
+        watch_drift=retrieval.on_drift == "latch",
+    )
+    await guard.claim_identity()
+    return guard
