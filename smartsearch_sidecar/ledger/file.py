@@ -68,6 +68,7 @@ class RunFiles:
             raise errors.RunDirectoryError(
                 f"run directory {self.directory} cannot be made: {exc.strerror}"
             ) from None
+        self.disk.point("directory:made")
         self.lock()
         self._make_journal()
         for place in missing:
@@ -165,16 +166,20 @@ class RunFiles:
         """A file that may be rewritten whole (``endpoints.json``): written beside, then renamed."""
         path = self.directory / name
         beside = path.with_name(f".{name}.new")
+        self.disk.point(f"{name}:before")
         fd = self.disk.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.disk.write(fd, data)
         finally:
             self.disk.close(fd)
+        self.disk.point(f"{name}:written")
         beside.rename(path)
+        self.disk.point(f"{name}:after")
 
     def remove(self, name: str) -> None:
         """Removes a file that may be absent."""
         (self.directory / name).unlink(missing_ok=True)
+        self.disk.point(f"{name}:removed")
 
     def set_aside(self, segment: int, offset: int, data: bytes) -> Path:
         """Keeps a torn tail in a file of its own, durable when this returns.
