@@ -329,7 +329,7 @@ class Edge(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self.server
         if server.open >= server.connections_max:
-            self._force_close = self._reported = True
+            self._force_close = True
             server.observer.overflow()
             transport.close()
             return
@@ -381,7 +381,8 @@ class Edge(RequestHandler):
         try:
             transport.write_eof()
         except OSError:
-            return  # reset meanwhile: connection_lost, already on its way, says the rest
+            self.lost(AFTER_WRITE)  # reset, and closed by us before the loop would have read it
+            return
         await asyncio.wait([self._bye], timeout=FAREWELL_SECONDS)
 
     async def leave(self) -> None:
@@ -676,15 +677,16 @@ async def drain(server: EdgeServer, seconds: float) -> int:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     leaving: set[asyncio.Task[None]] = set()
-    while not await server.settled(min(deadline - loop.time(), DRAIN_LOOK_SECONDS)):
-        if loop.time() >= deadline:
-            break
+    while True:
         for edge in server.edges():
             if edge.streaming:
                 edge.force_close()
             elif edge.idle():
                 edge.close()
                 leaving.add(loop.create_task(edge.leave()))
+        left = deadline - loop.time()
+        if left <= 0 or await server.settled(min(left, DRAIN_LOOK_SECONDS)):
+            break
     cut = set(server.tasks)
     for edge in server.edges():
         edge.cut()

@@ -600,6 +600,25 @@ async def test_client_gone_before_the_answer_is_told_exactly_once(
     assert lost == [edge.BEFORE_WRITE]
 
 
+async def test_client_whose_next_bytes_wait_in_the_kernel_is_not_gone() -> None:
+    """Pipelined bytes are no sign of leaving."""
+    gone: list[bool] = []
+
+    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+        if not gone:
+            client.sock.send(message())
+        gone.append(request.gone())
+        return answering(request)
+
+    async with serving(handler) as served:
+        client = await served.connect()
+        await client.send(message())
+        for _ in range(2):
+            assert (await client.answer()).status == 200
+        client.close()
+    assert gone == [False, False]
+
+
 async def test_client_gone_between_the_look_and_the_write_is_told_exactly_once() -> None:
     """A reset that arrives while the answer is being written is not missed."""
     lost: list[str] = []
@@ -643,6 +662,27 @@ async def test_answer_left_unread_is_told_exactly_once(
         await served.emptied()
         assert served.lost == [edge.AFTER_WRITE]
         assert served.seen.silent
+
+
+@pytest.mark.parametrize("headers", [(), CLOSE])
+async def test_client_that_resets_right_behind_the_write_is_told_exactly_once(
+    headers: tuple[str, ...],
+) -> None:
+    """The loop may wait for the client's close when the client is already gone."""
+    lost: list[str] = []
+
+    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+        reply = answering(request, on_lost=lost.append)
+        client.reset()
+        return reply
+
+    async with serving(handler) as served:
+        client = await served.connect()
+        await client.send(message(headers=headers))
+        await until(lambda: bool(lost))
+        await served.emptied()
+        assert served.seen.silent
+    assert lost == [edge.AFTER_WRITE]
 
 
 @pytest.mark.parametrize("headers", [(), CLOSE])
@@ -817,6 +857,66 @@ async def test_drain_closes_idle_connections_and_lets_work_finish() -> None:
         assert served.seen.silent
 
 
+async def test_drain_serves_what_has_arrived_but_was_not_read_yet() -> None:
+    """A request in the kernel when the drain begins is a request, not an idle connection."""
+    async with serving() as served:
+        clients = [await served.connect() for _ in range(4)]
+        await until(lambda: served.server.open == 4)
+        await until(lambda: all(c.idle() for c in served.server.edges()))
+        for client in clients:
+            client.sock.send(message())
+        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        for client in clients:
+            assert (await client.answer()).headers["connection"] == "close"
+            client.close()
+        assert await draining == 0
+        assert served.seen.silent
+        assert not served.lost
+
+
+async def test_drain_does_not_take_a_page_that_was_sent_for_one_under_way() -> None:
+    """A connection that has shown a page still gets the answer to what it asks next."""
+    gate = asyncio.Event()
+
+    async def handler(request: edge.EdgeRequest) -> edge.Reply | web.StreamResponse:
+        if request.raw_target == "/page":
+            return web.Response(text="page")
+        await gate.wait()
+        return answering(request)
+
+    async with serving(handler) as served:
+        client = await served.connect()
+        await client.send(message(b"", method="GET", target="/page"))
+        await client.answer()
+        await client.send(message())
+        await until(lambda: served.server.requests_count == 2)
+        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        await until(lambda: served.server.draining)
+        gate.set()
+        assert (await client.answer()).body == OK
+        client.close()
+        assert await draining == 0
+
+
+async def test_request_that_meets_the_farewell_of_a_drain_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that crosses our goodbye gets no answer, so it must not pass unseen."""
+    monkeypatch.setattr(edge, "FAREWELL_SECONDS", PATIENCE)
+    async with serving() as served:
+        client = await served.connect()
+        await client.send(message())
+        await until(lambda: any(c.unread for c in served.server.edges()))
+        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        await client.answer()
+        assert await client.closed()
+        assert await client.send(message())
+        await until(lambda: any(c._first is not None for c in served.server.edges()))
+        client.close()
+        assert await draining == 0
+        assert served.seen == Recorder(faults=[("cut_off", True)])
+
+
 async def test_drain_cuts_what_does_not_end_and_counts_it() -> None:
     """Work that outlives the drain is cancelled, with or without a client, and counted."""
     cancelled: list[str] = []
@@ -953,7 +1053,8 @@ async def test_connection_lost_before_its_first_step_is_nobodys_fault() -> None:
         connection = served.server()
         connection.connection_made(transport)
         connection.connection_lost(None)
-        await served.emptied()
+        for _ in range(3):
+            await asyncio.sleep(0)
         assert served.seen.silent
         transport.close()
         theirs.close()

@@ -7,6 +7,8 @@ import json
 import logging
 import random
 import resource
+import select
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -382,11 +384,13 @@ async def test_bytes_behind_an_upgrade_are_reported_and_never_served(
             await client.send(MALFORMED["broken authority"])
         await until(lambda: bool(served.seen.faults))
         gate.set()
-        assert (await client.answer()).headers["connection"] == "close"
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert await client.closed()
         client.close()
         await served.emptied()
         assert served.seen.faults == [("behind_upgrade", True)]
+        assert not served.seen.crashes
         assert served.server.requests_count == 1
 
 
@@ -415,6 +419,22 @@ async def test_two_thousand_idle_connections_disturb_nobody() -> None:
             assert not served.seen.faults
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_callers_that_come_while_the_loop_is_busy_are_let_in_at_once() -> None:
+    """Eight ranks starting together meet no full backlog, which would cost them a second each."""
+    async with serving(answering) as served:
+        callers = [socket.socket() for _ in range(600)]
+        pending = select.poll()
+        for caller in callers:
+            caller.setblocking(False)
+            caller.connect_ex(served.address)  # no turn of the loop: nothing is accepted meanwhile
+            pending.register(caller, select.POLLOUT)
+        connected = {fd for fd, events in pending.poll(0) if events == select.POLLOUT}
+        assert len(connected) == len(callers)
+        for caller in callers:
+            caller.close()
+        await until(lambda: not served.server.open)
 
 
 def mutated(rng: random.Random) -> bytes:
