@@ -58,8 +58,8 @@ class RunFiles:
     def create(self) -> None:
         """Makes the directory (it must not exist) and takes its lock."""
         places = (self.directory, *self.directory.parents)
-        missing = [place for place in places if not place.exists()]
         try:
+            missing = [place for place in places if not place.exists()]
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=DIRECTORY_MODE)
         except OSError as exc:

@@ -146,7 +146,7 @@ class Writer:
         if self._task is not None:
             # Neither cancelled by who waits here, nor raising into it: a failure was told already.
             await asyncio.wait({self._task})
-        self._pool.shutdown(wait=True)
+        await asyncio.to_thread(self._pool.shutdown)  # joins the thread: not for the loop to do
 
     # --- the task ---------------------------------------------------------------------------------
 

@@ -109,7 +109,12 @@ class ForgetfulDisk(Disk):
         self.base = base
         self._paths: dict[int, Path] = {}
         self._bytes: dict[int, bytes] = {}  # by inode, as of its last sync
-        self._names: set[Path] = set(base.rglob("*"))
+        self._names: set[Path] = set()
+        self.remember()
+
+    def remember(self) -> None:
+        """Everything under ``base`` is on the medium as it is now."""
+        self._names = set(self.base.rglob("*"))
         for path in self._names:
             if path.is_file():
                 self._bytes[path.stat().st_ino] = path.read_bytes()
