@@ -258,7 +258,7 @@ def _claim_values(claim: bytes | Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, item in value.items():
-        if isinstance(item, Mapping) and item:
+        if isinstance(item, Mapping):
             yield from _flat(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item

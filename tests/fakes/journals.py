@@ -137,10 +137,10 @@ def write_run(
     return run
 
 
-def write_latch(run: Written, seq: int, **changes: Any) -> None:
-    """``latch.json`` as the writer leaves it for record ``seq``."""
-    line = json.loads(run.lines[seq - 1])
-    value = {"seq": seq, "at": line["at"], "sum": line["sum"], **line["data"], **changes}
+def write_latch(run: Written, at: int, /, **changes: Any) -> None:
+    """``latch.json`` as the writer leaves it for record number ``at`` of the journal."""
+    line = json.loads(run.lines[at - 1])
+    value = {"seq": at, "at": line["at"], "sum": line["sum"], **line["data"], **changes}
     (run.directory / "latch.json").write_bytes(orjson.dumps(value) + b"\n")
 
 
