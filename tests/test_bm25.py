@@ -103,9 +103,10 @@ def test_documents_are_id_contents_and_score(small: Bm25Index) -> None:
     ("question", "first"),
     [
         ("LANTERN fishes", "0"),
-        ("zoe's cafe", "2"),
-        ("Zoe\u0308's cafe\u0301", "2"),
-        ("naive paintings", "2"),
+        ("cafe", "2"),
+        ("paintings", "2"),
+        ("naive", "2"),
+        ("nai\u0308ve", "2"),
         ("灯台", "5"),
         ("港", "5"),
         ("to be or not to be", "6"),
@@ -141,6 +142,12 @@ def test_a_question_is_its_words(question: str, words: dict[str, int], small: Bm
     assert ANALYZER == "english-1"
     assert dict(small.words(question)) == words
     assert bool(small.search(question, 5)) <= bool(words)
+
+
+def test_a_word_said_twice_counts_twice(small: Bm25Index) -> None:
+    """Saying a word again doubles what it adds to a score."""
+    once, twice = (small.search(question, 1)[0]["score"] for question in ("tide", "tide tides"))
+    assert twice == pytest.approx(2 * once)
 
 
 def test_of_many_words_the_rarest_are_searched(tmp_path: Path) -> None:

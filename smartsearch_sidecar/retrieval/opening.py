@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ import tantivy
 from smartsearch_sidecar.errors import IdentityChanged, IndexUnusable
 from smartsearch_sidecar.retrieval import manifest as manifests
 from smartsearch_sidecar.retrieval.manifest import FileFacts, Manifest
+from smartsearch_sidecar.retrieval.workshop import remove
 
 Progress = Callable[[int, int], None]
 """Told bytes verified, and bytes in all."""
@@ -207,11 +207,11 @@ def _check_digests(files: ServedFiles, manifest: Manifest, remedy: str) -> None:
 
 
 def _searcher(files: ServedFiles, remedy: str) -> tuple[tantivy.Schema, tantivy.Searcher]:
-    view = _private_folder()
+    view = Path(_private_folder())
     try:
         for name, handle in files.handles.items():
-            os.symlink(f"/proc/self/fd/{handle}", os.path.join(view, name))
-        index = tantivy.Index.open(view)
+            (view / name).symlink_to(f"/proc/self/fd/{handle}")
+        index = tantivy.Index.open(str(view))
         index.config_reader("manual")  # nobody commits to a folder that is about to go
         return index.schema, index.searcher()
     except ValueError as error:
@@ -220,7 +220,7 @@ def _searcher(files: ServedFiles, remedy: str) -> tuple[tantivy.Schema, tantivy.
             f"tantivy cannot open the index at {files.folder}: {first}; {remedy}"
         ) from error
     finally:
-        shutil.rmtree(view)
+        remove(view)  # a watcher of tantivy's may be locking there at this very moment
 
 
 def _private_folder() -> str:

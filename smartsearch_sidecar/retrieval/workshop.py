@@ -42,7 +42,7 @@ def workshop(out: Path) -> Iterator[Path]:
                 (folder / name).unlink()
             yield folder
         except BaseException:
-            _remove(folder)
+            remove(folder)
             raise
     except OSError as error:
         raise _cannot_write(out, error) from error
@@ -64,8 +64,8 @@ def _lock(handle: int, folder: Path, out: Path) -> None:
         raise UsageError(f"another build of {out} ended just now; look at what it left")
 
 
-def _remove(folder: Path) -> None:
-    """Threads of an interrupted writer may still be making files: until it stays away."""
+def remove(folder: Path) -> None:
+    """Removes a folder until it stays away: threads of tantivy may still be making files in it."""
     for _ in range(_REMOVE_TRIES):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
