@@ -1,0 +1,17 @@
+"""The launcher of daemons, once for all crash tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.crash.harness import Launcher
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Forks daemons; whatever still runs is ended with it."""
+    started = Launcher()
+    yield started
+    started.close()

@@ -1,0 +1,307 @@
+"""Daemons to be killed, the load they are killed under, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.client import Client, Endpoints, read_endpoints
+from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, LATCH
+from smartsearch_sidecar.ledger.history import History
+from smartsearch_sidecar.ledger.reader import RunReader, Scan
+from smartsearch_sidecar.ledger.recovery import Ending
+from smartsearch_sidecar.ledger.verify import Verification, verify
+from tests.fakes.process import ROOT, environment
+from tests.fakes.served import ENVIRONMENT
+
+PATIENCE = 30.0  # seconds until a wait is a finding
+POLL_SECONDS = 0.002
+KILLED = -signal.SIGKILL
+
+Told = tuple[str, str]
+"""A query and the text its 200 answer gave."""
+
+
+class Launcher:
+    """The process that forks daemons (``launcher.py``)."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.launcher"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            cwd=ROOT,
+        )
+        self._daemons: set[int] = set()
+
+    def _ask(self, **order: Any) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(order).encode() + b"\n")
+        stdin.flush()
+        return json.loads(stdout.readline())
+
+    def start(
+        self,
+        directory: Path,
+        *,
+        point: str | None = None,
+        nth: int = 1,
+        resume: bool = False,
+        passage_bytes: int = 100,
+        **keys: Any,
+    ) -> Daemon:
+        """A daemon on ``directory``, which dies the ``nth`` time it comes to ``point``."""
+        log = directory.with_suffix(".log")
+        pid = self._ask(
+            directory=str(directory),
+            log=str(log),
+            point=point,
+            nth=nth,
+            resume=resume,
+            passage_bytes=passage_bytes,
+            keys=keys,
+        )
+        self._daemons.add(pid)
+        return Daemon(self, pid, directory, log)
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a daemon that ends within ``PATIENCE``."""
+        code = self._ask(pid=pid, seconds=PATIENCE)
+        assert code is not None, f"daemon {pid} did not end"
+        self._daemons.discard(pid)
+        return int(code)
+
+    def close(self) -> None:
+        """Ends it, and what a failed test has left running."""
+        for pid in self._daemons:
+            os.kill(pid, signal.SIGKILL)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE)
+        self._process.stdout.close()
+
+
+@dataclass
+class Daemon:
+    """One served run in a process of its own."""
+
+    launcher: Launcher
+    pid: int
+    directory: Path
+    log: Path
+
+    def endpoints(self) -> Endpoints | None:
+        """Its endpoints once it is ready; ``None`` where it has died before."""
+        path = self.directory / "endpoints.json"
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                if json.loads(path.read_bytes())["pid"] == self.pid:
+                    return read_endpoints(path)
+            except FileNotFoundError:
+                pass  # not yet
+            if not _alive(self.pid):
+                return None
+            time.sleep(POLL_SECONDS)
+        raise AssertionError(f"not ready: {self.log.read_text()}")
+
+    def ready(self) -> Endpoints:
+        """Its endpoints; fails with its log where it ended before it was ready."""
+        found = self.endpoints()
+        assert found is not None, self.log.read_text()
+        return found
+
+    def internal(self) -> Client:
+        """A client of its trainer's routes."""
+        return Client(self.ready().internal_url)
+
+    def kill(self) -> int:
+        """``kill -9``, and the exit code."""
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        os.kill(self.pid, signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code once it has ended by itself."""
+        return self.launcher.wait(self.pid)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
+
+
+@dataclass
+class Load:
+    """Client threads that ask until nobody answers 200 any more, and remember what they were told.
+
+    Every second query is a repeat, so that cached answers are among them.
+    """
+
+    told: list[Told] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    stopping: bool = False
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, endpoints: Endpoints, threads: int, name: str = "q") -> None:
+        for number in range(threads):
+            thread = threading.Thread(target=self._ask, args=(endpoints, f"{name}{number}"))
+            thread.start()
+            self._threads.append(thread)
+
+    def _ask(self, endpoints: Endpoints, name: str) -> None:
+        client = Client(endpoints.sandbox_url)
+        count = 0
+        while not self.stopping:
+            query = f"{name} {count // 2}"
+            count += 1
+            try:
+                answer = client.execute(query, ENVIRONMENT)
+            except errors.Unreachable:
+                self.refused["unreachable"] += 1
+                return
+            if answer.status != 200:
+                self.refused[answer.value["error"]["code"]] += 1
+                return
+            self.told.append((query, answer.value["result"]))
+
+    def until(self, condition: Callable[[Load], bool]) -> None:
+        """Returns once ``condition`` holds, or every thread has ended."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition(self) and any(thread.is_alive() for thread in self._threads):
+            assert time.monotonic() < deadline, "the load stands still"
+            time.sleep(POLL_SECONDS / 4)
+
+    def join(self) -> list[Told]:
+        """Everything that was told, once all threads have ended."""
+        for thread in self._threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "a client still waits for its answer"
+        return self.told
+
+
+@contextmanager
+def load(endpoints: Endpoints, threads: int = 4) -> Iterator[Load]:
+    """A load that has ended when the block has, however it ended."""
+    running = Load()
+    running.start(endpoints, threads)
+    try:
+        yield running
+    finally:
+        running.stopping = True
+        running.join()
+
+
+# --- what must hold -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What a directory's journal says, read with documents."""
+
+    kinds: tuple[str, ...]
+    answers: Counter[Told]
+    unsettled: frozenset[int]
+    cause: str | None
+
+    @classmethod
+    def of(cls, directory: Path) -> Journal:
+        """Reads every whole record; what is torn at the end is no record."""
+        reader = RunReader(directory)
+        kinds: list[str] = []
+        queries: dict[int, str] = {}
+        answers: Counter[Told] = Counter()
+        settled: set[int] = set()
+        cause = None
+        for line in Scan(reader, History(reader.read(CLAIM), documents=True)):
+            kind, number, data = line.record
+            kinds.append(kind)
+            if kind == "retrieval.requested" and number is not None:
+                queries[number] = data["call"].split("'")[1]
+            elif kind == "retrieval.answered" and number is not None:
+                text = "\n\n".join(document["contents"] for document in data["documents"])
+                answers[queries[number], text] += 1
+                settled.add(number)
+            elif kind == "retrieval.failed" and number is not None:
+                settled.add(number)
+            elif kind == "latch.closed":
+                cause = data["cause"]
+        return cls(tuple(kinds), answers, frozenset(queries.keys() - settled), cause)
+
+    def expected_cause(self, latch: bytes | None) -> str | None:
+        """Why a restart may not be healthy, worked out without the package's own table."""
+        if self.cause is not None:
+            return self.cause
+        if latch is not None:
+            try:
+                return str(json.loads(latch)["cause"])
+            except ValueError:
+                return "ledger_failed"
+        if not self.kinds:
+            return None
+        if self.unsettled:
+            return "unresolved_after_restart"
+        return None if self.kinds[-1] == "run.closed" else "unclean_restart"
+
+
+def check_history(directory: Path, told: list[Told]) -> Verification:
+    """Verify passes (or says torn), and everything a client was told is in the journal."""
+    (directory / JOURNAL).mkdir(mode=0o700, exist_ok=True)  # a run that died before it had one
+    found = verify(directory, documents=True)
+    if found.seq:
+        assert found.problem is None or found.ending is Ending.TORN, found.problem
+    missing = Counter(told) - Journal.of(directory).answers
+    assert not missing, f"told and not in the journal: {list(missing)[:3]}"
+    return found
+
+
+def check_restart(
+    launcher: Launcher, directory: Path, told: list[Told], **keys: Any
+) -> str | None:
+    """Checks the history, resumes it in a new process, and checks that too.
+
+    Returns the latch cause the resumed run gives, ``None`` where it is healthy. Either must be what
+    the journal asks for.
+    """
+    before = check_history(directory, told)
+    latch = directory / LATCH
+    expected = Journal.of(directory).expected_cause(
+        latch.read_bytes() if latch.exists() else None
+    )
+    daemon = launcher.start(directory, resume=True, **keys)
+    health = daemon.internal().health()
+    cause = health.value["cause"]
+    assert health.value["state"] == ("healthy" if expected is None else "failed")
+    assert health.status == (200 if expected is None else 503)
+    assert (cause and cause["cause"]) == expected
+    refused = Client(daemon.ready().sandbox_url).execute("after the restart", ENVIRONMENT)
+    assert refused.status == (200 if expected is None else 502)
+    assert daemon.stop() == (0 if expected is None else 4)
+    after = check_history(directory, told)
+    assert after.problem is None, after.problem
+    assert after.seq > before.seq
+    assert latch.exists() == (expected is not None)
+    kept = sum(path.stat().st_size for path in directory.glob("torn-*"))
+    assert kept >= before.torn_bytes
+    return expected

@@ -1,0 +1,142 @@
+"""Real daemons that die where they are told to.
+
+``python -m tests.crash.launcher`` imports everything once and then forks a daemon for each order it
+reads from standard input (one JSON object a line): a process of its own, with a disk that ends it
+by SIGKILL, within milliseconds. Without the fork most of a crash test would be the import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.daemon import Daemon
+from smartsearch_sidecar.ledger.disk import JOURNAL, Disk
+from tests.fakes.provider import FakeProvider, documents_for
+from tests.fakes.served import configured
+
+POLL_SECONDS = 0.002
+
+
+class KillingDisk(Disk):
+    """Kills this process the ``nth`` time it comes to a point.
+
+    ``point`` is a name of ``Disk.point`` (``torn:`` stands for every set-aside copy), or a file
+    with ``:half``: the process dies when half of a write to it is done. Writes to the journal are
+    ``write:half``.
+    """
+
+    def __init__(self, point: str, nth: int) -> None:
+        self._point = point
+        self._left = nth
+        self._names: dict[int, str] = {}
+
+    def point(self, name: str) -> None:
+        self._come_to(_short(name))
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        self._names[fd] = "write" if path.parent.name == JOURNAL else _short(path.name)
+        return fd
+
+    def write(self, fd: int, data: bytes) -> None:
+        half = len(data) // 2
+        super().write(fd, data[:half])
+        self._come_to(f"{self._names[fd]}:half")
+        super().write(fd, data[half:])
+
+    def _come_to(self, name: str) -> None:
+        if name != self._point:
+            return
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _short(name: str) -> str:
+    """A point's or a file's name without what only one run has."""
+    stem, colon, where = name.partition(":")
+    return f"{'torn' if stem.startswith('torn-') else stem}{colon}{where}"
+
+
+def padded(query: str, passage_bytes: int) -> list[dict[str, Any]]:
+    """The fake's documents, each of at least so many bytes: a journal then rotates soon."""
+    found = documents_for(query)
+    for document in found:
+        document["contents"] = document["contents"].ljust(passage_bytes, "x")
+    return found
+
+
+async def _serve(order: dict[str, Any]) -> int:
+    provider = FakeProvider()
+    provider.answer = lambda query: padded(query, order["passage_bytes"])
+    disk = KillingDisk(order["point"], order["nth"]) if order["point"] else None
+    # A copy of a run is the same run: no key may name where it lies.
+    keys = {"retrieval__bm25__index": "never-opened", **order["keys"]}
+    config = configured(Path(order["directory"]), **keys)
+    daemon = Daemon(config, disk=disk, provider=provider, resume=order["resume"])
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, daemon.stop)
+    return await daemon.run()
+
+
+def _become_daemon(order: dict[str, Any]) -> int:
+    """In the forked process: its own log, its own loop, and an exit code as ``serve`` has it."""
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (0, 1, 2):
+        os.dup2(log, standard)
+    logging.disable()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(order))
+
+
+def spawn(order: dict[str, Any]) -> int:
+    """The process id of a new daemon."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = _become_daemon(order)
+    except errors.SidecarError as exc:
+        code = 2
+        print(exc.message, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """The exit code of a daemon (minus the signal that ended it), ``None`` if it still runs."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def main() -> None:
+    """Takes orders until standard input ends."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = spawn(order) if "directory" in order else wait(order["pid"], order["seconds"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
