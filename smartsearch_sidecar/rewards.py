@@ -126,7 +126,7 @@ async def open_rewards(config: Config) -> Rewards:
         raise
     facts = {
         "source": dict(source.binding),
-        "references_sha256": references.sha256,
+        "references_sha256": references.digest,
         "helper": dict(identity),
         "seed": section.seed,
     }

@@ -120,14 +120,17 @@ class RunState:
             )
         return self.attempts + 1
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """What the run has used so far, as ``run.closed``, checkpoints and receipts state it."""
-        return {
+        used: dict[str, Any] = {
             "retrieval_attempts": self.attempts,
             "retrieval_responses": self.responses,
             "retrieval_failed": self.failed,
             "retrieval_declined": self.declined,
         }
+        if self.scores.splits:
+            used["reward"] = self.scores.usage()
+        return used
 
     # --- the fold ---------------------------------------------------------------------------------
 

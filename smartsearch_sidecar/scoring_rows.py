@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract_reward import RewardItem
-
-if TYPE_CHECKING:
-    from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
-    from smartsearch_sidecar.reward.references import References
+from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
+from smartsearch_sidecar.reward.references import References
 
 
 @dataclass(frozen=True, slots=True)

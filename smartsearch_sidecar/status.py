@@ -53,6 +53,20 @@ async def health_report(service: Service, *, settle_seconds: float) -> dict[str,
     return {"state": state, **counts(service)}
 
 
+def _rewards(service: Service) -> dict[str, Any]:
+    """What is countable about rewards besides the usage; nothing where they are off."""
+    scores = service.state.scores
+    if not scores.splits:
+        return {}
+    return {
+        "reward_reused": scores.reused,
+        "reward_failed": scores.failed,
+        "verdicts": dict(scores.verdicts),
+        "verdicts_unparsed_share": scores.unparsed_share,
+        "result_blocks": {"policy": scores.policy_blocks, "broken": scores.broken_blocks},
+    }
+
+
 def counts(service: Service) -> dict[str, Any]:
     """Everything countable about the run, as JSON values."""
     state = service.state
@@ -62,6 +76,7 @@ def counts(service: Service) -> dict[str, Any]:
         "delivery_lost": state.lost,
         "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
         "declined": dict(state.declined_by),
+        **_rewards(service),
         "cache": dict(state.cache),
         "refused": dict(service.recorder.refused),
         "restarts": state.restarts,
