@@ -163,10 +163,12 @@ class _Layout:
         if latch is None or latch.get("number") in self._failed:
             self._rejection = None
             return
+        cause = latch.get("cause", "ledger_failed")
         self._save(
             "transport-rejected.json",
             {
-                "code": latch.get("cause", "ledger_failed"),
+                # A provider that failed before its attempt began: named there by the answer's code.
+                "code": "http_retrieval_failed" if cause == "retrieval_failed" else cause,
                 "retrieval_attempt_consumed": bool(latch.get("attempt_consumed")),
                 "no_automatic_retry": True,
                 "accept_checkpoint": False,
