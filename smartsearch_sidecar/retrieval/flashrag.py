@@ -215,7 +215,6 @@ class FlashragProvider:
         self._canaries = canaries
         self._canary_seconds = canary_seconds
         self.on_fault: Callable[[errors.RetrievalError], None] | None = None
-        self._batch_missing = False
         self._watch: canary_file.CanaryWatch | None = None
         self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=batch_max)
         self.statistics = self._gather.statistics
@@ -283,20 +282,19 @@ class FlashragProvider:
     async def _ask(self, top_n: int, queries: Sequence[str]) -> list[Documents | Failed]:
         if len(queries) == 1:
             return [await self._outcome(self._alone(top_n, queries[0]))]
-        if not self._batch_missing:
-            answer = await self._outcome(self._together(top_n, queries))
-            if isinstance(answer, Failed):
-                return [answer] * len(queries)
-            if isinstance(answer, list):
-                return [*answer]
-            if answer in REFUSED:
-                half = len(queries) // 2
-                return [
-                    *await self._ask(top_n, queries[:half]),
-                    *await self._ask(top_n, queries[half:]),
-                ]
-            self._batch_missing = True
-            self._gather.reshape(batch_max=1, calls_max=self._batch_max)
+        answer = await self._outcome(self._together(top_n, queries))
+        if isinstance(answer, Failed):
+            return [answer] * len(queries)
+        if isinstance(answer, list):
+            return [*answer]
+        if answer in REFUSED:
+            half = len(queries) // 2
+            return [
+                *await self._ask(top_n, queries[:half]),
+                *await self._ask(top_n, queries[half:]),
+            ]
+        # No such route: from the next call on each search is one of its own, several at once.
+        self._gather.reshape(batch_max=1, calls_max=self._batch_max)
         return await asyncio.gather(
             *(self._outcome(self._alone(top_n, query)) for query in queries)
         )

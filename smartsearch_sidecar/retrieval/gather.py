@@ -126,9 +126,6 @@ class Gather(Generic[Lane, Key, Answer]):
     async def close(self) -> None:
         """Cancels the calls that are out and fails every search that still waits."""
         self._closed = True
-        if self._boarding is not None:
-            self._boarding.cancel()
-            self._boarding = None
         calls = list(self._out)
         tasks = [call.task for call in calls if call.task is not None]
         for task in tasks:
