@@ -20,17 +20,15 @@ from smartsearch_sidecar.ledger.recovery import (
     Ending,
     Facts,
     LatchFile,
-    compare_claims,
     judge,
     restart_cause,
 )
-from smartsearch_sidecar.ledger.reopen import Reopened, reopen, require_same_claim
+from smartsearch_sidecar.ledger.reopen import Reopened, reopen
 from smartsearch_sidecar.runstate import Cause
 from tests.fakes.disk import Crash, CrashingDisk
 from tests.fakes.journals import (
     Written,
     answered,
-    claim_bytes,
     closed,
     contents,
     latched,
@@ -503,86 +501,6 @@ def test_failed_start_stays_failed(tmp_path: Path) -> None:
     assert found.latched is not None
 
 
-# --- every byte -----------------------------------------------------------------------------------
-
-
-def is_prefix(run: Written, found: Reopened) -> None:
-    """What was found is the run's own history up to some record, and nothing else."""
-    assert found.head == run.heads[found.seq]
-    assert found.state == run.state(found.seq)
-
-
-def small_run(directory: Path) -> Written:
-    """Few bytes: a claim, a search, its answer, and the latch as the last record."""
-    documents = [{"id": "1", "contents": "é\n", "score": 0.5}]
-    return write_run(
-        directory, [requested(1, "a"), answered(1, "a", documents), latched("operator")]
-    )
-
-
-def tidy(directory: Path) -> None:
-    """Takes away what reopening has left beside the journal."""
-    for leftover in (*directory.glob("torn-*"), directory / LATCH):
-        leftover.unlink(missing_ok=True)
-
-
-def test_every_cut_is_a_prefix_or_torn(tmp_path: Path) -> None:
-    """Cut anywhere, a journal is the earlier history that its whole lines tell."""
-    run = small_run(tmp_path / "run")
-    data = run.segment.read_bytes()
-    ends = list(itertools.accumulate(map(len, run.lines)))
-    for size in range(len(data)):
-        run.segment.write_bytes(data[:size])
-        found = resumed_unsynced(run.directory)
-        tidy(run.directory)
-        is_prefix(run, found)
-        whole = sum(end <= size + 1 for end in ends)  # the newline may be missing
-        at_boundary = size in (0, *ends) or size + 1 in ends
-        assert found.seq == whole
-        assert (found.ending is Ending.TORN) == (not at_boundary)
-        assert run.segment.read_bytes() == data[: sum(map(len, run.lines[:whole]))]
-
-
-def test_every_flipped_byte_is_refused_or_torn(tmp_path: Path) -> None:
-    """Whatever byte changes, no history is read that was not written: at most the last is lost."""
-    run = small_run(tmp_path / "run")
-    data = run.segment.read_bytes()
-    last = len(data) - len(run.lines[-1])
-    outcomes = set()
-    for offset in range(len(data)):
-        # In the last line everything that means something; before it, a bit and a line's end.
-        values = (
-            {data[offset] ^ 0x01} if offset < last and offset % 4 else {data[offset] ^ 0x01, 10}
-        )
-        values |= {0} if offset >= last else set()
-        for value in values - {data[offset]}:
-            changed = data[:offset] + bytes([value]) + data[offset + 1 :]
-            run.segment.write_bytes(changed)
-            try:
-                found = resumed_unsynced(run.directory)
-            except errors.LedgerCorrupt:
-                outcomes.add("refused")
-                assert run.segment.read_bytes() == changed
-                assert len(list(run.directory.iterdir())) == 3
-            else:
-                outcomes.add(found.ending.value)
-                is_prefix(run, found)
-                assert offset >= last
-                tidy(run.directory)
-    # A newline that became NUL is a whole line before a tail of NULs: kept, and the NUL trimmed.
-    assert outcomes == {"refused", "torn"}
-
-
-def resumed_unsynced(directory: Path) -> Reopened:
-    """``resumed`` without waiting for the medium: these tests do it a thousand times."""
-    files = RunFiles(directory, sync=False)
-    files.resume()
-    try:
-        return reopen(files)
-    finally:
-        files.close()
-
-
 # --- crashes in resume ----------------------------------------------------------------------------
 
 
@@ -640,85 +558,6 @@ def test_half_a_copy_is_not_the_copy(tmp_path: Path) -> None:
     assert found.set_aside is not None
     assert found.set_aside.read_bytes() == b"torn tail"
     assert found.set_aside.name == f"torn-000001-{offset}-2.bin"
-
-
-# --- the same claim -------------------------------------------------------------------------------
-
-
-def claims(**changes: Any) -> bytes:
-    """A claim with a configuration in it."""
-    values: dict[str, Any] = {
-        "run_id": "00" * 16,
-        "created_at": "2026-12-02T04:13:00Z",
-        "versions": {"python": "3.11.7"},
-        "profile": "training",
-        "config_sha256": "d" * 64,
-        "config": {
-            "run": {"directory": "runs/a"},
-            "server": {"port": 8765},
-            "execute": {"max_calls": 100},
-        },
-    }
-    return claim_bytes(**{**values, **changes})
-
-
-def test_same_claim_goes_on() -> None:
-    """Name, time, versions, place and port of a run may differ from one start to the next."""
-    new = claims(
-        run_id="11" * 16,
-        created_at="2026-12-03T00:00:00Z",
-        versions={"python": "3.14.0"},
-        config={
-            "run": {"directory": "elsewhere"},
-            "server": {"port": 0},
-            "execute": {"max_calls": 100},
-        },
-    )
-    assert compare_claims(claims(), new) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"profile": "reference"}, ['profile: "training" -> "reference"']),
-        ({"max_retrieval_calls": 5}, ["max_retrieval_calls: 1000 -> 5"]),
-        (
-            {"retrieval": {"corpus_sha256": "e" * 64, "index_sha256": "1" * 64}},
-            [f'retrieval.corpus_sha256: "{"c" * 64}" -> "{"e" * 64}"'],
-        ),
-        (
-            {"config": {"run": {}, "server": {}, "execute": {"max_calls": 7}}},
-            ["execute.max_calls: 100 -> 7"],
-        ),
-        (
-            {"config": {"run": {}, "server": {}, "execute": {}, "new": {"key": None}}},
-            [
-                "execute.max_calls: 100 -> absent",
-                "new.key: absent -> null",
-            ],
-        ),
-        (
-            {"config_sha256": "f" * 64},
-            ["config_sha256: the configuration differs in a key that the claim does not show"],
-        ),
-    ],
-)
-def test_other_claim_is_told_key_by_key(changes: dict[str, Any], told: list[str]) -> None:
-    """Whoever resumes with another configuration reads what to change back."""
-    assert compare_claims(claims(), claims(**changes)) == told
-
-
-def test_claim_of_another_kind_is_no_claim() -> None:
-    """Bytes that are no claim are named, not compared."""
-    assert compare_claims(b"[]", claims()) == ["claim.json: it is not readable as a claim"]
-    assert compare_claims(claims(), b"{") == ["the new claim: it is not readable as a claim"]
-
-
-def test_other_claim_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """One sentence: what differs, and what to do."""
-    with pytest.raises(errors.RunDirectoryError, match=r"calls: 1000 -> 5\): resume it with that"):
-        require_same_claim(tmp_path, claims(), claims(max_retrieval_calls=5))
-    require_same_claim(tmp_path, claims(), claims())
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -103,10 +103,11 @@ class RunReader:
         except OSError as exc:
             raise self._unreadable(name, exc) from None
         with os.fdopen(fd, "rb") as stream:
-            data = stream.read(FILE_BYTES_MAX + 1)
-        if len(data) > FILE_BYTES_MAX:
-            raise errors.RunDirectoryError(f"{self.directory / name} is too large to be a run's")
-        return data
+            if os.fstat(fd).st_size > FILE_BYTES_MAX:
+                raise errors.RunDirectoryError(
+                    f"{self.directory / name} is too large to be a run's"
+                )
+            return stream.read()
 
     def segments(self) -> tuple[Segment, ...]:
         """The journal's files in the order they were written, as large as they are now."""
