@@ -281,7 +281,7 @@ def test_a_heap_that_is_too_small_is_not_believed(tmp_path: Path) -> None:
     draw = random.Random(3)
     corpus = tmp_path / "corpus.jsonl"
     with corpus.open("w") as file:
-        for number in range(4_000):
+        for number in range(1_500):
             words = " ".join(draw.randbytes(4).hex() for _ in range(100))
             file.write(json.dumps({"id": str(number), "contents": words}) + "\n")
     with pytest.raises(errors.UsageError, match=r"came out in \d+ parts"):
@@ -324,7 +324,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A build in a process of its own that has begun to index, and would take a while."""
-    corpus = corpus_of(tmp_path, 60_000)
+    corpus = corpus_of(tmp_path, 30_000)
     process = subprocess.Popen(
         command(corpus, tmp_path / "index"),
         stderr=subprocess.PIPE,

@@ -24,8 +24,12 @@ class DistinctIds:
     Digests have 128 bits, so that two ids are never taken for one by chance.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """What does not fit the buffers goes to an unnamed file in ``folder``."""
+    def __init__(self, folder: Path, *, block_bytes: int = _BLOCK_BYTES) -> None:
+        """What does not fit buffers of ``block_bytes`` goes to an unnamed file in ``folder``.
+
+        ``block_bytes`` is a multiple of an entry's 24.
+        """
+        self._block_bytes = block_bytes
         self._spill = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see __exit__
         self._buffers = [bytearray() for _ in range(_BUCKETS)]
         self._offsets: list[list[int]] = [[] for _ in range(_BUCKETS)]
@@ -48,7 +52,7 @@ class DistinctIds:
         bucket = digest[0]
         buffer = self._buffers[bucket]
         buffer += _ENTRY.pack(digest, line)
-        if len(buffer) >= _BLOCK_BYTES:
+        if len(buffer) >= self._block_bytes:
             self._write(buffer)
             self._offsets[bucket].append(self._end)
             self._end += len(buffer)
@@ -76,5 +80,5 @@ class DistinctIds:
         blocks = []
         for offset in self._offsets[bucket]:
             self._spill.seek(offset)
-            blocks.append(self._spill.read(_BLOCK_BYTES))
+            blocks.append(self._spill.read(self._block_bytes))
         return b"".join([*blocks, self._buffers[bucket]])
