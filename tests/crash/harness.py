@@ -249,20 +249,22 @@ class Journal:
                 cause = data["cause"]
         return cls(tuple(kinds), answers, frozenset(queries.keys() - settled), cause)
 
-    def expected_cause(self, latch: bytes | None) -> str | None:
-        """Why a restart may not be healthy, worked out without the package's own table."""
-        if self.cause is not None:
-            return self.cause
-        if latch is not None:
-            try:
-                return str(json.loads(latch)["cause"])
-            except ValueError:
-                return "ledger_failed"
-        if not self.kinds:
-            return None
-        if self.unsettled:
-            return "unresolved_after_restart"
-        return None if self.kinds[-1] == "run.closed" else "unclean_restart"
+
+def expected_cause(directory: Path) -> str | None:
+    """Why a restart may not be healthy, worked out without the package's own table."""
+    journal, latch = Journal.of(directory), directory / LATCH
+    if journal.cause is not None:
+        return journal.cause
+    if latch.exists():
+        try:
+            return str(json.loads(latch.read_bytes())["cause"])
+        except ValueError:
+            return "ledger_failed"
+    if not journal.kinds:
+        return None
+    if journal.unsettled:
+        return "unresolved_after_restart"
+    return None if journal.kinds[-1] == "run.closed" else "unclean_restart"
 
 
 def check_history(directory: Path, told: list[Told]) -> Verification:
@@ -276,19 +278,14 @@ def check_history(directory: Path, told: list[Told]) -> Verification:
     return found
 
 
-def check_restart(
-    launcher: Launcher, directory: Path, told: list[Told], **keys: Any
-) -> str | None:
+def check_restart(launcher: Launcher, directory: Path, told: list[Told], **keys: Any) -> str | None:
     """Checks the history, resumes it in a new process, and checks that too.
 
     Returns the latch cause the resumed run gives, ``None`` where it is healthy. Either must be what
     the journal asks for.
     """
     before = check_history(directory, told)
-    latch = directory / LATCH
-    expected = Journal.of(directory).expected_cause(
-        latch.read_bytes() if latch.exists() else None
-    )
+    expected = expected_cause(directory)
     daemon = launcher.start(directory, resume=True, **keys)
     health = daemon.internal().health()
     cause = health.value["cause"]
@@ -301,7 +298,7 @@ def check_restart(
     after = check_history(directory, told)
     assert after.problem is None, after.problem
     assert after.seq > before.seq
-    assert latch.exists() == (expected is not None)
+    assert (directory / LATCH).exists() == (expected is not None)
     kept = sum(path.stat().st_size for path in directory.glob("torn-*"))
     assert kept >= before.torn_bytes
     return expected

@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def kill_at_random(launcher: Launcher, directory: Path, seed: int) -> None:
     """One run under load, killed; sometimes killed again while it resumes; then checked."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    keys = {"execute__slots": rng.choice((1, 8)), "ledger__segment_mib": 1}
+    keys: dict[str, Any] = {"execute__slots": rng.choice((1, 8)), "ledger__segment_mib": 1}
     passage_bytes = rng.choice((100, 100, 20_000))
     daemon = launcher.start(directory, passage_bytes=passage_bytes, **keys)
     wanted = rng.randint(0, 80)
