@@ -12,7 +12,8 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval import canaries
-from smartsearch_sidecar.retrieval.canaries import Canary, CanaryWatch, Difference
+from smartsearch_sidecar.retrieval.canaries import Canary, Difference
+from smartsearch_sidecar.retrieval.canary_watch import CanaryWatch
 
 
 class Shelf:

@@ -6,12 +6,8 @@ What it speaks (``retriever_serving.py`` of the pinned trainer, FastAPI over Fla
     POST /batch_search  {"query": [str], "top_n": int} -> [[{"id", "contents"}, ...], ...]
     GET  /health
 
-It answers one call at a time, so concurrent searches travel as one ``/batch_search`` (``gather``).
-A lone search goes through ``/search``. Where ``/batch_search`` is missing (404, 405) that is
-remembered, and searches go side by side through ``/search``.
-
-The retriever's word for "this query is not one" is 400 or 422, and it refuses a whole batch for one
-query: a refused batch is halved until the refused query stands alone, so the others are answered.
+It answers one call at a time, so concurrent searches travel as one ``/batch_search`` (``gather``);
+``flashrag_calls`` knows which route a call takes and what a refusal means.
 
 Corpus and index are declared by the operator; ``canaries`` defend the declaration.
 """
@@ -20,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import orjson
@@ -30,13 +26,12 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRag
 from smartsearch_sidecar.retrieval import canaries as canary_file
+from smartsearch_sidecar.retrieval.canary_watch import CanaryWatch
+from smartsearch_sidecar.retrieval.flashrag_calls import Calls
 from smartsearch_sidecar.retrieval.flashrag_wire import (
-    MISSING,
-    REFUSED,
     Documents,
-    parse_documents,
+    answered,
     parse_json,
-    parse_lists,
     parse_status,
     parse_url,
 )
@@ -49,7 +44,6 @@ KEEPALIVE_SECONDS = 3.0
 """Under the 5 s after which uvicorn closes an idle connection: reusing one it is just closing would
 look like a lost search."""
 
-_T = TypeVar("_T")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -106,7 +100,7 @@ class _Exchange:
                     allow_redirects=False,
                 ) as response,
             ):
-                if parse_status(response.status, self.subject(route)) != 200:
+                if parse_status(response.status, answered(self.where, route)) != 200:
                     return response.status, None
                 body = await self._read(response, route, bytes_max)
                 media = response.content_type
@@ -123,14 +117,10 @@ class _Exchange:
             raise errors.ProviderTransport(f"{self.where} broke off /{route}: {why}") from error
         except aiohttp.ClientError as error:
             raise self._strange(route, f"what is not HTTP ({type(error).__name__})") from error
-        return 200, parse_json(body, media, self.subject(route))
-
-    def subject(self, route: str) -> str:
-        """How a sentence about an answer begins."""
-        return f"{self.where} answered /{route} with"
+        return 200, parse_json(body, media, answered(self.where, route))
 
     def _strange(self, route: str, what: str) -> errors.ProviderFault:
-        return errors.ProviderFault(f"{self.subject(route)} {what}")
+        return errors.ProviderFault(f"{answered(self.where, route)} {what}")
 
     async def _read(self, response: aiohttp.ClientResponse, route: str, bytes_max: int) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
@@ -215,7 +205,10 @@ class FlashragProvider:
         self._canaries = canaries
         self._canary_seconds = canary_seconds
         self.on_fault: Callable[[errors.RetrievalError], None] | None = None
-        self._watch: canary_file.CanaryWatch | None = None
+        self._watch: CanaryWatch | None = None
+        self._calls = Calls(
+            self._post, where=self._exchange.where, batch_missing=self._batch_missing
+        )
         self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=batch_max)
         self.statistics = self._gather.statistics
         self.requests = 0
@@ -238,7 +231,7 @@ class FlashragProvider:
         if differences:
             raise canary_file.changed(differences, len(recorded))
         if self._watch is None:
-            self._watch = canary_file.CanaryWatch(
+            self._watch = CanaryWatch(
                 self, recorded, seconds=self._canary_seconds, on_fault=self._tell
             )
             self._watch.start()
@@ -277,56 +270,15 @@ class FlashragProvider:
             await self._gather.close()
             await self._exchange.close()
 
-    # --- one call --------------------------------------------------------------------------------
+    async def _ask(self, top_n: int, queries: Sequence[str]) -> Sequence[Documents | Failed]:
+        return await self._calls.ask(top_n, queries)
 
-    async def _ask(self, top_n: int, queries: Sequence[str]) -> list[Documents | Failed]:
-        if len(queries) == 1:
-            return [await self._outcome(self._alone(top_n, queries[0]))]
-        answer = await self._outcome(self._together(top_n, queries))
-        if isinstance(answer, Failed):
-            return [answer] * len(queries)
-        if isinstance(answer, list):
-            return [*answer]
-        if answer in REFUSED:
-            half = len(queries) // 2
-            return [
-                *await self._ask(top_n, queries[:half]),
-                *await self._ask(top_n, queries[half:]),
-            ]
-        # No such route: from the next call on each search is one of its own, several at once.
+    def _batch_missing(self) -> None:
+        # From the next call on each search is one of its own, several at once.
         self._gather.reshape(batch_max=1, calls_max=self._batch_max)
-        return await asyncio.gather(
-            *(self._outcome(self._alone(top_n, query)) for query in queries)
-        )
-
-    @staticmethod
-    async def _outcome(call: Coroutine[Any, Any, _T]) -> _T | Failed:
-        try:
-            return await call
-        except errors.RetrievalError as error:
-            return Failed(error)
-
-    async def _alone(self, top_n: int, query: str) -> Documents:
-        status, value = await self._post("search", query, top_n, searches=1)
-        where = self._exchange.where
-        if status in REFUSED:
-            raise errors.ProviderFault(f"{where} refused the query (status {status})")
-        if status in MISSING:
-            raise errors.ProviderFault(
-                f"{where} does not serve /search (status {status}); correct retrieval.flashrag.url"
-            )
-        return parse_documents(value, self._exchange.subject("search"))
-
-    async def _together(self, top_n: int, queries: Sequence[str]) -> list[Documents] | int:
-        """An answer per query, or the status that says refused or missing."""
-        route = "batch_search"
-        status, value = await self._post(route, list(queries), top_n, searches=len(queries))
-        if status != 200:
-            return status
-        return parse_lists(value, len(queries), self._exchange.subject(route))
 
     async def _post(
-        self, route: str, query: str | list[str], top_n: int, *, searches: int
+        self, route: str, query: str | list[str], top_n: int, searches: int
     ) -> tuple[int, object]:
         self.requests += 1
         payload = {"query": query, "top_n": top_n}

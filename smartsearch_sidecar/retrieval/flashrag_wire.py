@@ -25,6 +25,11 @@ MISSING = (404, 405)
 _MEDIA_TYPE = re.compile(r"[a-z0-9.+-]{1,40}/[a-z0-9.+-]{1,40}")
 
 
+def answered(where: str, route: str) -> str:
+    """How a sentence about an answer begins: the ``subject`` of the functions below."""
+    return f"{where} answered /{route} with"
+
+
 def parse_url(text: str) -> tuple[str, str]:
     """The URL that routes are appended to, and the ``host:port`` that messages name.
 
