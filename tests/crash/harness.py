@@ -274,7 +274,7 @@ def check_history(directory: Path, told: list[Told]) -> Verification:
     if found.seq:
         assert found.problem is None or found.ending is Ending.TORN, found.problem
     missing = Counter(told) - Journal.of(directory).answers
-    assert not missing, f"told and not in the journal: {list(missing)[:3]}"
+    assert not missing, f"told and not in the journal: {sorted({query for query, _ in missing})}"
     return found
 
 
