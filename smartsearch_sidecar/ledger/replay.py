@@ -2,8 +2,8 @@
 
 A frozen corpus answers alike for ever. Where it does not, the difference is one of three:
 
-- *near tie*: at every rank the same document, or one of a score within ``TIE`` of the recorded
-  one's; a document that left the answer was tied with the last one. Another machine's rounding does
+- *near tie*: at every rank a score within ``TIE`` of the recorded one's, and so for every document
+  that stayed; one that left the answer was tied with the last one. Another machine's rounding does
   that, and nobody could say which order is right.
 - *reordered*: the same documents in another order that no tie explains.
 - *different*: anything else. Also a document whose text changed.
@@ -104,11 +104,7 @@ async def replay(
     Raises ``LedgerCorrupt`` where the run is no history. Reading happens in a thread, a bounded
     batch at a time, so memory does not grow with the run.
     """
-    reader = await asyncio.to_thread(RunReader, directory)
-    claim = await asyncio.to_thread(reader.read, CLAIM)
-    if claim is None:
-        raise errors.LedgerCorrupt(f"{directory} has no claim.json")
-    recorded = _Recorded(reader, claim, progress)
+    recorded = await asyncio.to_thread(_Recorded, directory, progress)
     result = Replayed()
     while batch := await asyncio.to_thread(recorded.take, concurrency * 16):
         await _ask(batch, search, concurrency, result)
@@ -126,16 +122,20 @@ class _Asked:
 
 
 class _Recorded:
-    """The answered searches of a journal, as many at a time as are asked for."""
+    """The answered searches of a journal, as many at a time as are asked for. Blocking."""
 
-    def __init__(self, reader: RunReader, claim: bytes, progress: Progress | None) -> None:
+    def __init__(self, directory: Path, progress: Progress | None) -> None:
+        reader = RunReader(directory)
+        claim = reader.read(CLAIM)
+        if claim is None:
+            raise errors.LedgerCorrupt(f"{directory} has no claim.json")
         self.scan = Scan(reader, History(claim, documents=True), progress=progress)
         self._lines = iter(self.scan)
         self._rules = rules_of(claim)
         self._queries: dict[int, str] = {}
 
     def take(self, most: int) -> list[_Asked]:
-        """Blocking; empty at the journal's end."""
+        """The next ones; empty at the journal's end."""
         found: list[_Asked] = []
         for line in self._lines:
             asked = self._asked(line)
@@ -215,7 +215,10 @@ def _tied(old: Sequence[Document], new: Sequence[Document]) -> bool:
         return False
     if not all(_close(was["score"], now["score"]) for was, now in zip(old, new, strict=True)):
         return False
-    kept = {item["id"] for item in old} & {item["id"] for item in new}
+    scores = {item["id"]: item["score"] for item in old}
+    kept = scores.keys() & {item["id"] for item in new}
+    if not all(_close(scores[item["id"]], item["score"]) for item in new if item["id"] in kept):
+        return False
     return all(
         _close(item["score"], other[-1]["score"])
         for ours, other in ((old, new), (new, old))
