@@ -8,6 +8,7 @@ work in flight, connections, provider, ``run.closed``, writer, files.
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import signal
 from collections.abc import Callable
@@ -35,6 +36,7 @@ EXIT_LATCHED = 4
 
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
+OTHER_DESCRIPTORS = 256  # journal, index, helper and retriever connections, loop
 
 
 OnReady = Callable[[Endpoints, Service], None]
@@ -70,6 +72,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self.port: int | None = None
         self.probe_port: int | None = None
+        self._probes: EdgeServer | None = None
         server = config.server
         self._execute = _capability(server.execute_capability)
         self._internal = _capability(server.internal_capability)
@@ -147,7 +150,7 @@ class Daemon:
         port: int = main.getsockname()[1]
         listening.append(await listen(server, main))
         if probe is not None:
-            probes = serve(
+            self._probes = probes = serve(
                 self.app.handle_probe,
                 observer=self.app,
                 needle=self.app.needle,
@@ -177,6 +180,8 @@ class Daemon:
         except TimeoutError:
             self._log.error("work in flight did not end in time", seconds=limit)
         await drain(server, CONNECTIONS_CLOSE_SECONDS)
+        if self._probes is not None:
+            await drain(self._probes, CONNECTIONS_CLOSE_SECONDS)
         await parts.close()
         await self._record_end(service)
         await service.writer.close()
@@ -208,6 +213,23 @@ def _capability(given: object) -> str:
     return str(reveal()) if reveal is not None else secrets.token_urlsafe(32)
 
 
+def _raise_descriptor_limit(connections_max: int) -> None:
+    """Asks for as many descriptors as connections may be open, and says so where that is refused:
+    a connection nobody can accept is a call nobody answers.
+    """
+    wanted = connections_max + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reached), hard))
+        if reached < wanted:
+            structlog.get_logger("daemon").warning(
+                "too few file descriptors for server.connections_max: raise ulimit -n",
+                wanted=wanted,
+                allowed=reached,
+            )
+
+
 def serve_until_stopped(
     config: Config,
     *,
@@ -227,6 +249,7 @@ def serve_until_stopped(
         if on_built is not None:
             on_built(daemon)
         logs.configure(daemon.secrets, pretty=pretty_logs)
+        _raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)

@@ -69,7 +69,9 @@ class App:
             self._close(errors.BadMessage(f"bytes that are not HTTP ({reason})"))
 
     def overflow(self) -> None:
-        """A connection over ``server.connections_max`` was refused, perhaps a rollout's."""
+        """A connection over ``server.connections_max`` was refused: every one that is open carries
+        our capability or awaits an answer, so the one refused was a rollout's or the trainer's.
+        """
         self._log.error("connections_max reached; a connection was refused")
         self._close(errors.Busy("server.connections_max was reached and a connection refused"))
 

@@ -90,7 +90,9 @@ class EdgeObserver(Protocol):
         """A handler or a callback of its raised what it must not; the client got a 500 if any."""
 
     def overflow(self) -> None:
-        """A connection over ``connections_max`` was closed unread: somebody's call was refused."""
+        """A connection over ``connections_max`` was closed unread: a call of ours was refused, for
+        strangers' connections had made room before.
+        """
 
 
 class Reply:
@@ -328,7 +330,7 @@ class Edge(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self.server
-        if server.open >= server.connections_max:
+        if server.open >= server.connections_max and not server.make_room():
             self._force_close = True
             server.observer.overflow()
             transport.close()
@@ -398,6 +400,12 @@ class Edge(RequestHandler):
             if transport.get_write_buffer_size():
                 self.lost(AFTER_WRITE)
             transport.abort()
+
+    def dispensable(self) -> bool:
+        """Whether it is a stranger's that asks for nothing: idle, or still within its headers."""
+        if self.authenticated or self._current_request is not None or self.closing():
+            return False
+        return self._first is not None or self.idle()
 
     def idle(self) -> bool:
         """Whether it waits for a request and no byte of one is here or in the kernel."""
@@ -651,6 +659,17 @@ class EdgeServer(web.Server):
                 return await self._settled.wait()
         except TimeoutError:
             return False
+
+    def make_room(self) -> bool:
+        """Close the oldest connection that has shown no capability and awaits nothing of ours.
+
+        So strangers can hold as many connections as they like and never cost a rollout its own.
+        """
+        for edge in self.edges():
+            if edge.dispensable():
+                edge.cut()
+                return True
+        return False
 
     def edges(self) -> list[Edge]:
         """The connections that are open, or whose work goes on without their client."""

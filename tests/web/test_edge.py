@@ -777,7 +777,9 @@ async def test_connection_over_the_bound_is_closed_unread_and_reported() -> None
     """The bound holds, a refused connection is visible, and a place that becomes free is used."""
     async with serving(connections_max=2) as served:
         first, second = await served.connect(), await served.connect()
-        await until(lambda: served.server.open == 2)
+        for client in (first, second):
+            await client.send(message())
+            assert (await client.answer()).status == 200
         third = await served.connect()
         assert await third.closed()
         third.close()
@@ -791,6 +793,31 @@ async def test_connection_over_the_bound_is_closed_unread_and_reported() -> None
             client.close()
         await served.emptied()
         assert served.seen == Recorder(overflows=1)
+
+
+async def test_strangers_never_cost_a_rollout_its_connection() -> None:
+    """Whoever has shown no capability makes room, the oldest first; nobody of ours does."""
+    async with serving(connections_max=3) as served:
+        silent, dripping, ours = [await served.connect() for _ in range(3)]
+        await until(lambda: served.server.open == 3)
+        await dripping.send(b"POST /some")
+        await ours.send(message())
+        assert (await ours.answer()).status == 200
+        kept = [ours]
+        for gone in (silent, dripping):
+            kept.append(await served.connect())
+            assert await gone.closed()
+            gone.close()
+            await kept[-1].send(message())
+            assert (await kept[-1].answer()).status == 200
+        assert served.seen.overflows == 0
+        refused = await served.connect()
+        assert await refused.closed()
+        assert served.seen.overflows == 1
+        await ours.send(message())
+        assert (await ours.answer()).status == 200
+        for client in (*kept, refused):
+            client.close()
 
 
 async def test_idle_and_silent_connections_are_closed() -> None:
