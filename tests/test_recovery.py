@@ -14,6 +14,7 @@ from smartsearch_sidecar.ledger.disk import CLAIM, ENDPOINTS, JOURNAL, LATCH, Di
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.history import Tail
 from smartsearch_sidecar.ledger.reader import RunReader
+from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.ledger.recovery import (
     Action,
     Body,
@@ -178,7 +179,7 @@ def test_second_restart_still_knows(tmp_path: Path) -> None:
     """A crash between ``run.resumed`` and the latch it asks for does not lose the cause."""
     run = write_run(
         tmp_path / "run",
-        [requested(1, "one"), (latched("x")[0].__class__("run.resumed"), None, {})],
+        [requested(1, "one"), (Kind.RUN_RESUMED, None, {})],
     )
     cause = resumed(run.directory).cause("report")
     assert cause is not None
@@ -404,8 +405,7 @@ def test_journal_that_does_not_begin_with_the_claim_is_refused(tmp_path: Path) -
     run.segment.write_bytes(b"".join(run.lines[1:]))
     refused(run, "record 2 comes after record 0")
     data = json.loads(run.lines[0])["data"]
-    kind = latched("x")[0].__class__("run.claimed")
-    twice = write_run(tmp_path / "twice", [(kind, None, data)])
+    twice = write_run(tmp_path / "twice", [(Kind.RUN_CLAIMED, None, data)])
     refused(twice, "claimed twice")
 
 

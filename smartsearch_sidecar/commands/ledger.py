@@ -28,7 +28,8 @@ from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.replay import Replayed
 from smartsearch_sidecar.ledger.replay import replay as replay_run
-from smartsearch_sidecar.ledger.show import Filter, Shown, Tone, json_line, printable, shown
+from smartsearch_sidecar.ledger.sentences import Tone, printable
+from smartsearch_sidecar.ledger.show import Filter, Shown, json_line, shown
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt
 from smartsearch_sidecar.ledger.verify import verify as verify_run
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from smartsearch_sidecar.ledger.replay import Outcome, Replayed
-from smartsearch_sidecar.ledger.show import printable
+from smartsearch_sidecar.ledger.sentences import printable
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
 
 
