@@ -18,7 +18,7 @@ from smartsearch_sidecar.ledger.reopen import Reopened
 from smartsearch_sidecar.opening import MIB, begin
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.retrieval.provider import Provider
+from smartsearch_sidecar.retrieval.provider import Provider, WatchesItself
 from smartsearch_sidecar.retrieval.providers import Progress, open_configured
 from smartsearch_sidecar.scoring import Scoring
 from smartsearch_sidecar.service import Service, ServicePolicy
@@ -85,6 +85,10 @@ async def assemble(
             await rewards.close()
         await opened.close()
         raise
+    if isinstance(opened, WatchesItself):
+        opened.on_fault = lambda fault: recorder.close_latch(
+            fault.cause or fault.code, detail=fault.message
+        )
     execute = config.execute
     service = Service(
         recorder=recorder,

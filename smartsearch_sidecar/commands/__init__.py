@@ -10,7 +10,7 @@ import sys
 import typer
 
 from smartsearch_sidecar import __version__, errors
-from smartsearch_sidecar.commands import check, demo, index, ledger, serve
+from smartsearch_sidecar.commands import canaries, check, demo, index, ledger, serve
 
 app = typer.Typer(
     name="smartsearch-sidecar",
@@ -41,6 +41,7 @@ app.command("demo")(demo.demo)
 app.command("url")(check.url)
 app.command("check")(check.check)
 app.command("latch")(check.latch)
+app.add_typer(canaries.app, name="canaries")
 app.add_typer(index.app, name="index")
 app.add_typer(ledger.app, name="ledger")
 

@@ -5,8 +5,10 @@ The one guard around all of them (limits, retries, classification, document chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
+
+from smartsearch_sidecar import errors
 
 
 @runtime_checkable
@@ -24,13 +26,13 @@ class Provider(Protocol):
 
     async def identity(self) -> Mapping[str, Any]:
         """What names corpus and index: JSON values, with at least ``corpus_sha256`` and
-        ``index_sha256`` (64 lower-case hex digits each). Cheap: asked before and after every search.
+        ``index_sha256`` (64 lower-case hex digits each). Cheap: asked around every search.
         """
         ...
 
     async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
-        """At most ``top_n`` documents, best first: mappings with ``id``, ``contents`` and optionally
-        a finite numeric ``score``. May raise anything; the guard classifies it.
+        """At most ``top_n`` documents, best first: mappings with ``id``, ``contents`` and perhaps a
+        finite numeric ``score``. May raise anything; the guard classifies it.
         ``errors.ProviderTransport`` marks what may be retried.
         """
         ...
@@ -38,3 +40,14 @@ class Provider(Protocol):
     async def close(self) -> None:
         """Releases what was opened; called once, after the last search."""
         ...
+
+
+@runtime_checkable
+class WatchesItself(Protocol):
+    """A provider that looks after its identity between searches as well.
+
+    ``on_fault`` is called on the loop with what it found, so that the latch need not wait for the
+    next search.
+    """
+
+    on_fault: Callable[[errors.RetrievalError], None] | None

@@ -1,0 +1,83 @@
+"""``canaries record``: questions and what the retriever answers now, to hold it to later."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import load
+from smartsearch_sidecar.retrieval.canaries import Canary, dump, record
+from smartsearch_sidecar.retrieval.flashrag import FlashragProvider
+
+app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a retriever's identity.")
+
+QUESTIONS_MAX = 1000  # asked one after the other on a timer: more would be a load of their own
+
+
+@app.callback()
+def _group() -> None:
+    """Pinned questions that defend a retriever's identity."""
+
+
+@app.command("record")
+def record_command(
+    questions: Annotated[
+        Path, typer.Argument(help="One question a line; a handful from your dataset is enough.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The canary file to write; it must not exist.")],
+    config: Annotated[
+        Path, typer.Option("--config", help="The configuration with [retrieval.flashrag].")
+    ],
+) -> None:
+    """Ask each question, twice, and write what came: name the file in retrieval.flashrag.canaries.
+
+    Record them while the right index is served. Exit codes: 0 written, 2 not.
+    """
+    asked = read_questions(questions)
+    if out.exists():
+        raise errors.UsageError(f"{out} exists already: name a new file")
+    canaries = asyncio.run(_record(config, asked))
+    with out.open("xb") as file:
+        file.write(dump(canaries))
+    typer.echo(f"{len(canaries)} canaries written to {out}")
+
+
+def read_questions(path: Path) -> list[str]:
+    """The lines of a file that hold more than white space."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise errors.UsageError(
+            f"{path} cannot be read as lines of UTF-8 text ({type(exc).__name__})"
+        ) from None
+    asked = [line.strip() for line in lines if line.strip()]
+    if not 1 <= len(asked) <= QUESTIONS_MAX:
+        raise errors.UsageError(
+            f"{path} holds {len(asked)} questions: 1 to {QUESTIONS_MAX} are allowed"
+        )
+    return asked
+
+
+async def _record(config: Path, questions: list[str]) -> list[Canary]:
+    settings = load(config).retrieval.flashrag
+    if settings.url is None or settings.corpus_sha256 is None or settings.index_sha256 is None:
+        raise errors.ConfigError(
+            f"{config} has no complete [retrieval.flashrag]: set url, corpus_sha256, index_sha256"
+        )
+    provider = FlashragProvider(
+        str(settings.url),
+        corpus_sha256=settings.corpus_sha256,
+        index_sha256=settings.index_sha256,
+        batch_max=settings.batch_max,
+        timeout_seconds=settings.timeout_seconds,
+        canaries=None,  # those of the configuration may be the ones to be written
+    )
+    try:
+        await provider.start()
+        return await record(provider, questions)
+    finally:
+        await provider.close()
