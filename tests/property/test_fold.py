@@ -1,0 +1,318 @@
+"""Any sequence of decisions folds alike live and read back, whatever a crash left of it.
+
+A failing example prints how to repeat it: hypothesis keeps the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.history import History
+from smartsearch_sidecar.ledger.reader import RunReader, Scan, Segment
+from smartsearch_sidecar.ledger.record import (
+    KINDS,
+    Draft,
+    Kind,
+    claim_digest,
+    draft,
+    encode_line,
+)
+from smartsearch_sidecar.ledger.recovery import Action, Ending, judge
+from smartsearch_sidecar.ledger.reopen import observe
+from smartsearch_sidecar.runstate import RunState
+from tests.fakes.journals import AT, claim_bytes
+
+CLAIM = claim_bytes()
+HEAD = claim_digest(CLAIM)
+MAX_CALLS = 12
+
+
+def claimed() -> Draft:
+    """The first record."""
+    return draft(Kind.RUN_CLAIMED, None, {"max_calls": MAX_CALLS, "claim_sha256": HEAD})
+
+
+class Journal:
+    """Lines in memory, written as the writer writes them."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.head = HEAD
+
+    def write(self, item: Draft) -> None:
+        """Appends a record."""
+        line, self.head = encode_line(item, seq=len(self.lines) + 1, at=AT, prev=self.head)
+        self.lines.append(line)
+
+
+class Held(RunReader):
+    """Segments that lie in memory."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.parts = parts
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(Segment(index, len(part)) for index, part in enumerate(self.parts, 1))
+
+    def chunks(self, segment: Segment) -> Iterator[bytes]:
+        data = self.parts[segment.index - 1]
+        for at in range(0, len(data), 97):
+            yield data[at : at + 97]
+
+
+def read_back(parts: list[bytes]) -> Scan:
+    """Reads segments as a resume does."""
+    scan = Scan(Held(parts), History(CLAIM))
+    scan.drain()
+    return scan
+
+
+def split(lines: list[bytes], sizes: list[int]) -> list[bytes]:
+    """The lines in segments of so many; the last one may be empty."""
+    parts, at = [], 0
+    for size in sizes:
+        if at >= len(lines):
+            break
+        parts.append(b"".join(lines[at : at + size]))
+        at += size
+    return [*parts, b"".join(lines[at:])]
+
+
+# --- any records at all ---------------------------------------------------------------------------
+
+small_numbers = st.none() | st.integers(0, 4)
+counts = st.integers(-1, 3)
+some_data: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {},
+    optional={
+        "cache": st.sampled_from(["miss", "hit", "shared"]) | counts,
+        "reason": st.sampled_from(["empty", "too_long"]),
+        "cause": st.sampled_from(["http_busy", "operator"]),
+        "number": small_numbers,
+        "step": st.integers(0, 3) | st.text(max_size=2),
+        "split": st.sampled_from(["train", "validation"]),
+        "usage": st.none() | st.dictionaries(st.just("retrieval_attempts"), st.integers(0, 3)),
+        "retrieval_attempts": st.integers(0, 3),
+        "dropped": st.lists(st.just({"id": "1"}), max_size=2) | st.integers(0, 2),
+        "max_calls": st.integers(0, 5),
+        "reward": st.lists(counts, max_size=1) | st.dictionaries(st.text("abc"), counts),
+    },
+)
+likely = st.sampled_from(
+    [
+        (Kind.RETRIEVAL_REQUESTED, 1, {"env": "e", "call": "c"}),
+        (Kind.RETRIEVAL_REQUESTED, 2, {"env": "e", "call": "c"}),
+        (Kind.RETRIEVAL_ANSWERED, 1, {"cache": "miss", "took_us": 1}),
+        (Kind.RETRIEVAL_ANSWERED, 2, {"cache": "hit", "took_us": 1}),
+        (Kind.RETRIEVAL_FAILED, 1, {"code": "c", "cause": "c", "detail": "d"}),
+        (Kind.RETRIEVAL_DECLINED, 1, {"reason": "empty", "env": "e", "call": "c"}),
+        (Kind.DELIVERY_LOST, 1, {"stage": "s"}),
+        (Kind.LATCH_CLOSED, None, {"cause": "operator"}),
+        (Kind.RUN_RESUMED, None, {}),
+        (Kind.RUN_CLOSED, None, {}),
+    ]
+)
+anything = st.tuples(
+    st.sampled_from([Kind(kind) for kind in sorted(KINDS)]), small_numbers, some_data
+)
+
+
+@given(st.lists(likely | anything, max_size=12))
+def test_any_sequence_is_taken_or_refused_alike(
+    events: list[tuple[Kind, int | None, dict[str, Any]]],
+) -> None:
+    """Live and read back, the fold takes the same records and refuses the same one, by name."""
+    live, journal = RunState(), Journal()
+    live.fold(claimed().record)
+    journal.write(claimed())
+    refusal: str | None = None
+    for kind, number, data in events:
+        item = draft(kind, number, data)
+        if kind is Kind.RUN_CLAIMED:
+            continue  # never decided twice; a journal that says so is refused by the chain's rules
+        journal.write(item)
+        try:
+            live.fold(item.record)
+        except errors.LedgerCorrupt as exc:
+            refusal = exc.message
+            break
+    scan = read_back([b"".join(journal.lines)])
+    if refusal is None:
+        assert scan.problem is None
+        assert scan.history.state == live
+        assert scan.history.head == journal.head
+    else:
+        assert scan.problem is not None
+        assert (scan.problem.reason, scan.problem.line) == (refusal, len(journal.lines))
+
+
+# --- a run as it is lived -------------------------------------------------------------------------
+
+
+class Lived(RuleBasedStateMachine):
+    """A run that decides, is cut off at any byte, and goes on: the state stays the fold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = RunState()
+        self.journal = Journal()
+        self.numbers: set[int] = set()
+        self.record(claimed())
+
+    def record(self, item: Draft) -> None:
+        """Encodes, folds and writes, as the recorder does."""
+        self.state.fold(item.record)
+        self.journal.write(item)
+
+    @rule()
+    def search(self) -> None:
+        """Admission gives the next number, or says why not."""
+        try:
+            number = self.state.admit_search()
+        except errors.LatchClosed:
+            assert self.state.closed
+        except errors.QuotaExhausted:
+            assert self.state.attempts == MAX_CALLS
+        else:
+            assert number not in self.numbers  # never twice, also not across a restart
+            self.numbers.add(number)
+            self.record(draft(Kind.RETRIEVAL_REQUESTED, number, {"env": "e", "call": "c"}))
+
+    @precondition(lambda self: self.state.searching)
+    @rule(choice=st.randoms(), good=st.booleans())
+    def settle(self, choice: Any, good: bool) -> None:
+        """Any search that is under way ends."""
+        number = choice.choice(sorted(self.state.searching))
+        if good:
+            documents = b'[{"id":"1","contents":"],\\"cache\\":","score":null}]'
+            data = {"cache": "miss", "took_us": 1}
+            item = draft(Kind.RETRIEVAL_ANSWERED, number, data, documents_json=documents)
+        else:
+            data = {"code": "c", "cause": "c", "detail": "d"}
+            item = draft(Kind.RETRIEVAL_FAILED, number, data)
+        self.record(item)
+
+    @precondition(lambda self: not self.state.closed)
+    @rule()
+    def decline(self) -> None:
+        """A query that is not searched."""
+        data = {"reason": "empty", "env": "e", "call": "c"}
+        self.record(draft(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data))
+
+    @precondition(lambda self: not self.state.closed)
+    @rule()
+    def latch(self) -> None:
+        """The first failure."""
+        data = {"cause": "operator", "number": None, "attempt_consumed": False, "detail": "d"}
+        self.record(draft(Kind.LATCH_CLOSED, None, data))
+
+    @precondition(lambda self: not self.state.closed and self.state.settled)
+    @rule(step=st.integers(0, 3))
+    def checkpoint(self, step: int) -> None:
+        """Accepted while healthy, with the usage of this moment."""
+        data = {"step": step, "usage": self.state.usage()}
+        number = self.state.checkpoints_accepted + 1
+        self.record(draft(Kind.CHECKPOINT_ACCEPTED, number, data))
+
+    @rule()
+    def end_and_resume(self) -> None:
+        """An orderly end, and a restart."""
+        data = {"latched": self.state.closed, **self.state.usage()}
+        self.record(draft(Kind.RUN_CLOSED, None, data))
+        assert self.state.closed_cleanly
+        self.record(draft(Kind.RUN_RESUMED, None, {}))
+
+    @rule(lost=st.integers(1, 600), nuls=st.integers(0, 40))
+    def crash_and_resume(self, lost: int, nuls: int) -> None:
+        """The journal is cut at any byte of its end, and read again as a resume reads it."""
+        whole = b"".join(self.journal.lines)
+        data = whole[: max(len(self.journal.lines[0]), len(whole) - lost)]
+        scan = read_back([data + bytes(nuls)])
+        verdict = judge(observe(scan, None, served=False))
+        assert verdict.action is not Action.REFUSE
+        seq = scan.history.seq
+        torn = nuls or not (data.endswith(b"\n") or scan.end is None or scan.end.newline)
+        assert (verdict.ending is Ending.TORN) == bool(torn)
+        self.journal.lines = self.journal.lines[:seq]
+        self.journal.head = scan.history.head
+        self.state = scan.history.state
+        # Numbers of records that nobody was answered from may come again: they never were.
+        self.numbers = set(range(1, self.state.attempts + 1))
+        self.record(draft(Kind.RUN_RESUMED, None, {}))
+
+    @invariant()
+    def state_is_the_fold_of_the_journal(self) -> None:
+        """Principle 7, after every step."""
+        scan = read_back([b"".join(self.journal.lines)])
+        assert scan.problem is None
+        assert scan.history.state == self.state
+        assert scan.history.head == self.journal.head
+
+    @invariant()
+    def every_attempt_is_accounted_for(self) -> None:
+        """Answered, failed or under way: nothing is lost between."""
+        state = self.state
+        assert state.attempts == state.responses + state.failed + len(state.searching)
+        assert state.attempts <= MAX_CALLS
+
+
+TestLived = Lived.TestCase
+TestLived.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+# --- where the segments are cut -------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.lists(st.integers(1, 5), max_size=8))
+def test_segments_make_no_difference(count: int, sizes: list[int]) -> None:
+    """However a journal was rotated, it tells the same history."""
+    journal = Journal()
+    journal.write(claimed())
+    for number in range(1, count + 1):
+        journal.write(draft(Kind.RETRIEVAL_REQUESTED, number, {"env": "e", "call": "c"}))
+        journal.write(draft(Kind.RETRIEVAL_ANSWERED, number, {"cache": "miss", "took_us": 1}))
+    scan = read_back(split(journal.lines, sizes))
+    assert scan.problem is None
+    assert (scan.history.seq, scan.history.head) == (len(journal.lines), journal.head)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 63, 64, 65])
+def test_chunks_make_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """A line may begin and end anywhere in what is read at once."""
+    from tests.fakes.journals import closed, searches, write_run
+
+    run = write_run(tmp_path / "run", [*searches(3), closed(3)], per_segment=3)
+    monkeypatch.setattr("smartsearch_sidecar.ledger.reader.CHUNK_BYTES", chunk)
+    scan = Scan(RunReader(run.directory), History(run.claim))
+    lines = list(scan)
+    assert scan.problem is None
+    assert [line.seq for line in lines] == list(range(1, 9))
+    assert scan.history.state == run.state()
+
+
+# --- bytes that are no journal --------------------------------------------------------------------
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.binary(max_size=300), max_size=4), st.booleans())
+def test_any_bytes_are_refused_or_torn(parts: list[bytes], first: bool) -> None:
+    """No bytes end in a traceback, and none that we did not write are read as a record."""
+    journal = Journal()
+    journal.write(claimed())
+    if first:
+        parts = [journal.lines[0] + b"".join(parts[:1]), *parts[1:]]
+    scan = read_back(parts)
+    verdict = judge(observe(scan, None, served=False))
+    assert scan.history.seq <= 1
+    if verdict.action is Action.ACCEPT:
+        assert b"".join(parts) in (b"", journal.lines[0])
