@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ class Receipt:
 
 def wall_clock() -> str:
     """UTC with microseconds, e.g. ``2026-12-02T04:13:00.123456Z``."""
-    return datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return datetime.now(UTC).isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 
 
 def latch_file(*, seq: int, at: str, total: str, data: Mapping[str, Any]) -> bytes:

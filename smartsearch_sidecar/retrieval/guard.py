@@ -172,36 +172,43 @@ class Guard:
             raise errors.DocumentInvalid(
                 f"the provider answered {len(documents)} documents where {self._top_n} were asked"
             )
-        clean: list[dict[str, Any]] = []
-        dropped: list[dict[str, str]] = []
-        ids: set[str] = set()
-        for position, item in enumerate(documents, 1):
-            document = _document(item, position)
-            if document["id"] in ids:
-                raise errors.DocumentInvalid("the provider answered the same document id twice")
-            ids.add(document["id"])
-            self._check_drift(document)
-            if PASSAGE_TAG.search(document["contents"]):
-                if not self._drop_tagged:
-                    raise errors.DocumentInvalid(
-                        f"document {position} carries a protocol tag or a special token"
-                    )
-                dropped.append({"id": document["id"], "reason": "protocol_tag"})
-            else:
-                clean.append(document)
+        clean = [_document(item, position) for position, item in enumerate(documents, 1)]
+        if len({document["id"] for document in clean}) != len(clean):
+            raise errors.DocumentInvalid("the provider answered the same document id twice")
+        if self._seen is not None:
+            for document in clean:
+                self._check_drift(document, self._seen)
+        text = "\n\n".join([document["contents"] for document in clean])
+        dropped: tuple[Mapping[str, str], ...] = ()
+        # One look at all passages; most hold no angle bracket at all.
+        if "<" in text and PASSAGE_TAG.search(text):
+            clean, dropped = self._without_tagged(clean)
+            text = "\n\n".join([document["contents"] for document in clean])
         try:
-            documents_json = orjson.dumps(clean)
-            text = "\n\n".join(document["contents"] for document in clean)
-            return Found(documents_json, render_execute(text), tuple(dropped))
-        except TypeError:
+            return Found(orjson.dumps(clean), render_execute(text), dropped)
+        except (TypeError, errors.InvariantBroken):
             raise errors.DocumentInvalid("a document holds text that has no UTF-8 form") from None
 
-    def _check_drift(self, document: Mapping[str, Any]) -> None:
-        if self._seen is None:
-            return
+    def _without_tagged(
+        self, documents: list[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], tuple[Mapping[str, str], ...]]:
+        clean: list[dict[str, Any]] = []
+        dropped: list[Mapping[str, str]] = []
+        for position, document in enumerate(documents, 1):
+            if not PASSAGE_TAG.search(document["contents"]):
+                clean.append(document)
+            elif self._drop_tagged:
+                dropped.append({"id": document["id"], "reason": "protocol_tag"})
+            else:
+                raise errors.DocumentInvalid(
+                    f"document {position} carries a protocol tag or a special token"
+                )
+        return clean, tuple(dropped)
+
+    def _check_drift(self, document: Mapping[str, Any], seen: dict[bytes, bytes]) -> None:
         key = hashlib.blake2b(document["id"].encode("utf-8", "surrogatepass"), digest_size=8)
         now = hashlib.blake2b(document["contents"].encode("utf-8", "surrogatepass"), digest_size=8)
-        before = self._seen.setdefault(key.digest(), now.digest())
+        before = seen.setdefault(key.digest(), now.digest())
         if before != now.digest():
             raise errors.DocumentDrift(
                 f"document {document['id'][:80]!r} has other contents than earlier in this run"
@@ -210,22 +217,26 @@ class Guard:
 
 def _document(item: Any, position: int) -> dict[str, Any]:
     """One document of the provider as plain values, or ``DocumentInvalid`` with its position."""
-    if not isinstance(item, Mapping):
+    if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
         raise errors.DocumentInvalid(
             f"document {position} is a {type(item).__name__}, not a mapping"
         )
     if not _FIELDS.issuperset(item):
         raise errors.DocumentInvalid(f"document {position} has a field besides id, contents, score")
-    values = {}
-    for field in ("id", "contents"):
-        text = item.get(field)
-        if not isinstance(text, str) or len(text) > TEXT_CHARACTERS_MAX:
-            raise errors.DocumentInvalid(f"document {position} has no bounded text in {field}")
-        values[field] = text.strip()
-        if not values[field]:
-            raise errors.DocumentInvalid(f"document {position} has an empty {field}")
-    score = _score(item.get("score"), position)
-    return {"id": values["id"], "contents": values["contents"], "score": score}
+    return {
+        "id": _text(item.get("id"), position, "id"),
+        "contents": _text(item.get("contents"), position, "contents"),
+        "score": _score(item.get("score"), position),
+    }
+
+
+def _text(text: Any, position: int, field: str) -> str:
+    if not isinstance(text, str) or len(text) > TEXT_CHARACTERS_MAX:
+        raise errors.DocumentInvalid(f"document {position} has no bounded text in {field}")
+    stripped = text.strip()
+    if not stripped:
+        raise errors.DocumentInvalid(f"document {position} has an empty {field}")
+    return stripped
 
 
 def _score(score: Any, position: int) -> float | int | None:
