@@ -1,0 +1,165 @@
+"""The reference and the sidecar, side by side over real HTTP, one caller at a time.
+
+Every sequence gets a new pair of services in the reference profile. After each step both are asked
+how they stand; at the end the exported directory is held against the reference's own. What differs
+is a row of ``differences.py`` or a failure. A failing run prints its seed (set ``PARITY_SEED`` to
+it) and the shortest sequence that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.parity.messages import ODD
+from tests.parity.play import Sequence, Step, play
+from tests.parity.retriever import FINGERPRINTS, SEARCHES, Plan
+from tests.parity.sequences import posted, queried, sequences
+from tests.parity.sides import LIMIT, needs_reference
+from tests.parity.wire import asking, message
+
+pytestmark = [
+    needs_reference,
+    # The reference parses calls such as '\d' with the interpreter's warnings on.
+    pytest.mark.filterwarnings("ignore::SyntaxWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+VECTORS = Path(__file__).parent.parent / "data" / "execute_bodies.jsonl"
+SOAK_BODIES = 100_000
+TAG = re.compile(r"</?(?:search|result|answer|think)>", re.IGNORECASE)
+
+
+def run(coroutine: Coroutine[Any, Any, int]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(coroutine)
+
+
+def play_generated(
+    strategy: st.SearchStrategy[Sequence], examples: int, folder: Path, number: int
+) -> int:
+    """Plays that many generated sequences; returns how many steps they had."""
+    played = 0
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def hold(sequence: Sequence) -> None:
+        nonlocal played
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            played += run(play(Path(place), sequence))
+
+    try:
+        hold()
+    except BaseException as error:
+        error.add_note(f"PARITY_SEED={number}")
+        raise
+    return played
+
+
+def first_seed() -> int:
+    """The seed that was asked for, or a new one."""
+    return int(os.environ.get("PARITY_SEED") or random.SystemRandom().randrange(2**32))
+
+
+@pytest.mark.timeout(400)  # a failure takes minutes to shrink
+def test_generated_sequences_are_alike(tmp_path: Path) -> None:
+    """Whatever one caller sends, both answer, count, latch and write down the same."""
+    assert play_generated(sequences, 100, tmp_path, first_seed()) >= 200
+
+
+@pytest.mark.parametrize("name", sorted(SEARCHES))
+async def test_every_answer_of_a_retriever(tmp_path: Path, name: str) -> None:
+    """Each thing a retriever may bring is taken or refused alike, and so is the next query."""
+    plan = Plan(search=name)
+    again = Step(asking("again"))
+    await play(tmp_path, Sequence((Step(asking(" Ada\n"), plan), again, again)))
+
+
+@pytest.mark.parametrize("name", sorted(FINGERPRINTS))
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_every_identity(tmp_path: Path, name: str, when: str) -> None:
+    """An identity that changed, or cannot be told, before or after a search fails both alike."""
+    plan = Plan(**{when: name})
+    await play(tmp_path, Sequence((Step(asking("a")), Step(asking("b"), plan), Step(asking("c")))))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+async def test_the_quota_ends_alike(tmp_path: Path, limit: int) -> None:
+    """The call after the last one is refused and latches, also where it repeats a query."""
+    steps = [Step(asking("the same")) for _ in range(limit + 2)]
+    bad = Step(asking(""))
+    await play(tmp_path, Sequence((*steps, bad, steps[0]), limit=limit))
+
+
+async def test_a_latched_run_still_tells_bad_requests_apart(tmp_path: Path) -> None:
+    """After the latch closed, every odd message and bad body is answered as before it."""
+    steps = [Step(asking(""))]
+    steps += [Step(odd.request, odd=name) for name, odd in ODD.items()]
+    steps += [Step(asking(query)) for query in ("good", " ", "x" * 5000, "\ud800", "<think>")]
+    await play(tmp_path, Sequence(tuple(steps)))
+
+
+def recorded() -> list[tuple[Step, bool, bool]]:
+    """The recorded bodies: the step, whether the reference takes it, and whether it has a tag."""
+    found = []
+    for line in VECTORS.read_text().splitlines():
+        row = json.loads(line)
+        body = json.dumps(row["body"]).encode()
+        found.append((Step(message(body), body=body), row["accept"], _tagged(row)))
+    return found
+
+
+def _tagged(row: dict[str, Any]) -> bool:
+    return bool(row["accept"] and TAG.search(row["query"]))
+
+
+async def test_recorded_bodies_that_are_taken(tmp_path: Path) -> None:
+    """The bodies that the reference takes are answered alike, one after another in one run."""
+    steps = [step for step, accepted, tagged in recorded() if accepted and not tagged]
+    assert len(steps) > 300
+    await play(tmp_path, Sequence(tuple(steps)))
+
+
+async def test_recorded_bodies_that_are_refused(tmp_path: Path) -> None:
+    """The bodies that the reference refuses, or fails for their tag, are told apart alike."""
+    steps = [step for step, accepted, tagged in recorded() if tagged or not accepted]
+    assert len(steps) > 450
+    await play(tmp_path, Sequence(tuple(steps)))
+
+
+@pytest.mark.soak
+def test_soak_recorded_bodies_each_in_a_run_of_its_own(tmp_path: Path) -> None:
+    """Each recorded body closes or leaves the latch of a new run for the same cause."""
+    for step, _, _ in recorded():
+        with tempfile.TemporaryDirectory(dir=tmp_path) as place:
+            run(play(Path(place), Sequence((step,))))
+
+
+@pytest.mark.soak
+def test_soak_generated_bodies(tmp_path: Path) -> None:
+    """A hundred thousand generated bodies, and hostile sequences between them, are alike."""
+    several = st.lists(st.one_of(posted(), posted(), queried()), min_size=1, max_size=9).map(tuple)
+    bodies = st.builds(Sequence, several, st.just(LIMIT))
+    number, played = first_seed(), 0
+    while played < SOAK_BODIES:
+        played += play_generated(bodies, 500, tmp_path, number)
+        play_generated(sequences, 50, tmp_path, number)
+        number += 1
