@@ -24,6 +24,9 @@ from smartsearch_sidecar.ledger.record import Draft, Kind, encode_json, encode_l
 
 # Bounds one write to a few MB, so that no receipt waits for a whole backlog.
 BATCH_RECORDS_MAX = 512
+# A record nobody waits for (`retrieval.requested`) is written with the next answer's, or after so
+# long: a search that takes longer finds it on the disk, a quick one saves a trip to the thread.
+UNAWAITED_SECONDS = 0.001
 # Admission bounds the queue far below; reaching this is a fault of ours.
 QUEUE_RECORDS_MAX = 65_536
 
@@ -77,6 +80,9 @@ class Writer:
         self._segment_bytes_max = segment_bytes_max
         self._on_failure = on_failure
         self._observe = observe
+        self._wanted = 0  # queued records whose receipt somebody awaits
+        self._overdue = False
+        self._timer: asyncio.TimerHandle | None = None
         self._clock = clock
         self._queue: deque[Posted] = deque()
         self._wake: asyncio.Future[None] | None = None
@@ -123,7 +129,29 @@ class Writer:
             self._wake_up()
             raise failure
         self._queue.append((item, future))
+        if future is not None:
+            self._wanted += 1
+            self._wake_up()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(UNAWAITED_SECONDS, self._due)
+
+    def _due(self) -> None:
+        """What nobody waits for has waited long enough for an answer to ride with."""
+        self._timer = None
+        self._overdue = True
         self._wake_up()
+
+    def _take(self, batch: list[Posted]) -> None:
+        """Moves what is queued into ``batch``, at most so much."""
+        while self._queue and len(batch) < BATCH_RECORDS_MAX:
+            posted = self._queue.popleft()
+            self._wanted -= posted[1] is not None
+            batch.append(posted)
+        self._overdue = bool(self._queue)
+        if self._timer is not None and not self._queue:
+            self._timer.cancel()
+            self._timer = None
 
     def _wake_up(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -169,13 +197,12 @@ class Writer:
     async def _drain(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
         """Writes until closed or failed; ``batch`` is what is under way, also for who catches."""
         while self.failure is None and (self._queue or not self._closing):
-            if not self._queue:
+            if not (self._wanted or self._overdue or self._closing):
                 self._wake = loop.create_future()
                 await self._wake
                 self._wake = None
                 continue
-            while self._queue and len(batch) < BATCH_RECORDS_MAX:
-                batch.append(self._queue.popleft())
+            self._take(batch)
             self._busy = True
             await self._write_batch(loop, batch)
             self._busy = False
