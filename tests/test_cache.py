@@ -8,7 +8,8 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.cache import Retrieval, SearchCache
-from smartsearch_sidecar.retrieval.guard import Found, Guard
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.passages import Found
 from tests.fakes.provider import FakeProvider
 
 FAR = 1e9

@@ -19,7 +19,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.corpus import ID_CHARACTERS_MAX, Corpus, Passage, carries_tag
 from smartsearch_sidecar.retrieval.distinct import DistinctIds
 from smartsearch_sidecar.retrieval.formats import ENTRY_BYTES_MAX, Format, vital
-from smartsearch_sidecar.retrieval.guard import PASSAGE_TAG, TEXT_CHARACTERS_MAX
+from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX
 
 CORPORA = Path(__file__).parent / "data" / "corpora"
 FILES = {

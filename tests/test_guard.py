@@ -6,10 +6,15 @@ from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract import render_execute
 from smartsearch_sidecar.retrieval.guard import Guard, canonical_digest
+from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from tests.fakes.provider import FakeProvider
 
 FAR = 1e9
@@ -230,3 +235,31 @@ def test_canonical_digest_is_the_references() -> None:
         canonical_digest(value)
         == hashlib.sha256('{"a":[1,null,1e+16],"b":"é"}'.encode()).hexdigest()
     )
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(min_size=1), st.text(min_size=1)), max_size=5, unique_by=lambda pair: pair
+    )
+)
+def test_put_together_answers_are_those_encoded_whole(pairs: list[tuple[str, str]]) -> None:
+    """Passages escaped one by one give the very bytes of an answer and a record encoded at once."""
+    documents = [
+        {"id": name.strip(), "contents": text.strip(), "score": 0.5}
+        for name, text in pairs
+        if name.strip() and text.strip()
+    ]
+    documents = [d for d in documents if _encodable(d["id"]) and _encodable(d["contents"])]
+    found = found_of([read_passage(item, 1) for item in documents], [])
+    assert found.documents_json == orjson.dumps(documents)
+    joined = "\n\n".join(str(item["contents"]) for item in documents)
+    assert found.payload == render_execute(joined)
+    assert found.result == joined
+
+
+def _encodable(text: object) -> bool:
+    try:
+        str(text).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from typing import Literal
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.guard import Found, Guard
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.passages import Found
 
 Outcome = Literal["miss", "shared", "hit"]
 

@@ -28,7 +28,7 @@ from smartsearch_sidecar.retrieval.formats import (
     recognised,
     vital,
 )
-from smartsearch_sidecar.retrieval.guard import PASSAGE_TAG, TEXT_CHARACTERS_MAX
+from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX
 
 if TYPE_CHECKING:
     from _hashlib import HASH

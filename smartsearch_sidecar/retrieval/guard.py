@@ -11,53 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import render_execute, result_of
+from smartsearch_sidecar.retrieval.passages import Found, Passage, found_of, read_passage
 from smartsearch_sidecar.retrieval.provider import Provider
 
-TEXT_CHARACTERS_MAX = 8 * 1024 * 1024  # one document field; the reference's bound
-_FIELDS = frozenset({"id", "contents", "score"})
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# A closing or opening protocol tag would end or forge a block of the rollout; a special token such
-# as <|im_end|> would end the turn once the trainer's tokenizer sees it.
-PASSAGE_TAG = re.compile(r"</?(?:search|result|answer|think)>|<\|[^|<>\s]{1,64}\|>", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What one search found, encoded once and recorded and answered as often as it is asked.
-
-    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order;
-    ``payload`` the finished body of ``/execute``; ``dropped`` names the passages left out, with the
-    reason.
-    """
-
-    documents_json: bytes
-    payload: bytes
-    dropped: tuple[Mapping[str, str], ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes this holds in a cache, objects included, roughly."""
-        return len(self.documents_json) + len(self.payload) + 512
-
-    @property
-    def result(self) -> str:
-        """The passages as the rollout gets them."""
-        return result_of(self.payload)
-
-    def documents(self) -> list[dict[str, Any]]:
-        """The documents as values."""
-        value: list[dict[str, Any]] = orjson.loads(self.documents_json)
-        return value
 
 
 def canonical_digest(value: Any) -> str:
@@ -172,82 +134,25 @@ class Guard:
             raise errors.DocumentInvalid(
                 f"the provider answered {len(documents)} documents where {self._top_n} were asked"
             )
-        clean = [_document(item, position) for position, item in enumerate(documents, 1)]
-        if len({document["id"] for document in clean}) != len(clean):
+        passages = [read_passage(item, position) for position, item in enumerate(documents, 1)]
+        if len({passage.id for passage, _ in passages}) != len(passages):
             raise errors.DocumentInvalid("the provider answered the same document id twice")
-        if self._seen is not None:
-            for document in clean:
-                self._check_drift(document, self._seen)
-        text = "\n\n".join([document["contents"] for document in clean])
-        dropped: tuple[Mapping[str, str], ...] = ()
-        # One look at all passages; most hold no angle bracket at all.
-        if "<" in text and PASSAGE_TAG.search(text):
-            clean, dropped = self._without_tagged(clean)
-            text = "\n\n".join([document["contents"] for document in clean])
-        try:
-            return Found(orjson.dumps(clean), render_execute(text), dropped)
-        except (TypeError, errors.InvariantBroken):
-            raise errors.DocumentInvalid("a document holds text that has no UTF-8 form") from None
-
-    def _without_tagged(
-        self, documents: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], tuple[Mapping[str, str], ...]]:
-        clean: list[dict[str, Any]] = []
         dropped: list[Mapping[str, str]] = []
-        for position, document in enumerate(documents, 1):
-            if not PASSAGE_TAG.search(document["contents"]):
-                clean.append(document)
-            elif self._drop_tagged:
-                dropped.append({"id": document["id"], "reason": "protocol_tag"})
-            else:
-                raise errors.DocumentInvalid(
-                    f"document {position} carries a protocol tag or a special token"
-                )
-        return clean, tuple(dropped)
+        for position, (passage, _) in enumerate(passages, 1):
+            if self._seen is not None:
+                self._check_drift(passage, self._seen)
+            if passage.tagged:
+                if not self._drop_tagged:
+                    raise errors.DocumentInvalid(
+                        f"document {position} carries a protocol tag or a special token"
+                    )
+                dropped.append({"id": passage.id, "reason": "protocol_tag"})
+        if dropped:
+            passages = [pair for pair in passages if not pair[0].tagged]
+        return found_of(passages, dropped)
 
-    def _check_drift(self, document: Mapping[str, Any], seen: dict[bytes, bytes]) -> None:
-        key = hashlib.blake2b(document["id"].encode("utf-8", "surrogatepass"), digest_size=8)
-        now = hashlib.blake2b(document["contents"].encode("utf-8", "surrogatepass"), digest_size=8)
-        before = seen.setdefault(key.digest(), now.digest())
-        if before != now.digest():
+    def _check_drift(self, passage: Passage, seen: dict[bytes, bytes]) -> None:
+        if seen.setdefault(passage.key, passage.digest) != passage.digest:
             raise errors.DocumentDrift(
-                f"document {document['id'][:80]!r} has other contents than earlier in this run"
+                f"document {passage.id[:80]!r} has other contents than earlier in this run"
             )
-
-
-def _document(item: Any, position: int) -> dict[str, Any]:
-    """One document of the provider as plain values, or ``DocumentInvalid`` with its position."""
-    if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
-        raise errors.DocumentInvalid(
-            f"document {position} is a {type(item).__name__}, not a mapping"
-        )
-    if not _FIELDS.issuperset(item):
-        raise errors.DocumentInvalid(f"document {position} has a field besides id, contents, score")
-    return {
-        "id": _text(item.get("id"), position, "id"),
-        "contents": _text(item.get("contents"), position, "contents"),
-        "score": _score(item.get("score"), position),
-    }
-
-
-def _text(text: Any, position: int, field: str) -> str:
-    if not isinstance(text, str) or len(text) > TEXT_CHARACTERS_MAX:
-        raise errors.DocumentInvalid(f"document {position} has no bounded text in {field}")
-    stripped = text.strip()
-    if not stripped:
-        raise errors.DocumentInvalid(f"document {position} has an empty {field}")
-    return stripped
-
-
-def _score(score: Any, position: int) -> float | int | None:
-    """A plain number: what a numerical library calls a float is one, but no encoder's."""
-    if score is None:
-        return None
-    if isinstance(score, float) and math.isfinite(score):
-        return float(score)
-    # Wider ones have no form in the records.
-    if isinstance(score, int) and not isinstance(score, bool) and -(2**63) <= score < 2**64:
-        return int(score)
-    raise errors.DocumentInvalid(
-        f"document {position} has a score that is no finite number of 64 bits"
-    )

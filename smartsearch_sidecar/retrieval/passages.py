@@ -1,0 +1,143 @@
+"""A document of a provider, checked and encoded once, however often it is found.
+
+Rollouts of one group ask alike and popular articles come back all day: what a passage costs (strip,
+look for tags, escape for two JSON forms) is paid when it is first seen, and remembered for the most
+recent ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract import result_of
+
+TEXT_CHARACTERS_MAX = 8 * 1024 * 1024  # one document field; the reference's bound
+REMEMBERED_PASSAGES = 4096  # a few MB of usual passages
+REMEMBERED_CHARACTERS_MAX = 16384  # longer ones are not worth keeping
+_FIELDS = frozenset({"id", "contents", "score"})
+# A closing or opening protocol tag would end or forge a block of the rollout; a special token such
+# as <|im_end|> would end the turn once the trainer's tokenizer sees it.
+PASSAGE_TAG = re.compile(r"</?(?:search|result|answer|think)>|<\|[^|<>\s]{1,64}\|>", re.IGNORECASE)
+_HEAD, _TAIL = (
+    b'{"result":"',
+    b'","output":"","error":""}',
+)  # as `contract.render_execute` writes it
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one search found, encoded once and recorded and answered as often as it is asked.
+
+    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order;
+    ``payload`` the finished body of ``/execute``; ``dropped`` names the passages left out, with the
+    reason.
+    """
+
+    documents_json: bytes
+    payload: bytes
+    dropped: tuple[Mapping[str, str], ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes this holds in a cache, objects included, roughly."""
+        return len(self.documents_json) + len(self.payload) + 512
+
+    @property
+    def result(self) -> str:
+        """The passages as the rollout gets them."""
+        return result_of(self.payload)
+
+    def documents(self) -> list[dict[str, Any]]:
+        """The documents as values."""
+        value: list[dict[str, Any]] = orjson.loads(self.documents_json)
+        return value
+
+
+class Passage(NamedTuple):
+    """A usable passage: ``json`` is its record up to the score, ``escaped`` its text as it stands
+    between the quotes of a JSON string; ``key`` and ``digest`` tell it from others for drift.
+    """
+
+    id: str
+    json: bytes
+    escaped: bytes
+    tagged: bool
+    key: bytes
+    digest: bytes
+
+
+def read_passage(item: Any, position: int) -> tuple[Passage, bytes]:
+    """One document of a provider, and its score as JSON; ``DocumentInvalid`` names its position."""
+    if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
+        raise errors.DocumentInvalid(
+            f"document {position} is a {type(item).__name__}, not a mapping"
+        )
+    if not _FIELDS.issuperset(item):
+        raise errors.DocumentInvalid(f"document {position} has a field besides id, contents, score")
+    name = _bounded(item.get("id"), position, "id")
+    contents = _bounded(item.get("contents"), position, "contents")
+    long = len(contents) + len(name) > REMEMBERED_CHARACTERS_MAX
+    passage = _passage(name, contents) if long else _remembered(name, contents)
+    if isinstance(passage, str):
+        raise errors.DocumentInvalid(f"document {position} {passage}")
+    return passage, _score(item.get("score"), position)
+
+
+def _bounded(text: Any, position: int, field: str) -> str:
+    if not isinstance(text, str) or len(text) > TEXT_CHARACTERS_MAX:
+        raise errors.DocumentInvalid(f"document {position} has no bounded text in {field}")
+    return text
+
+
+def _passage(name: str, contents: str) -> Passage | str:
+    """The passage, or what is wrong with it: a fault is remembered as well."""
+    name, contents = name.strip(), contents.strip()
+    if not name or not contents:
+        return f"has an empty {'contents' if name else 'id'}"
+    try:
+        name_json, text_json = orjson.dumps(name), orjson.dumps(contents)
+    except TypeError:
+        return "holds text that has no UTF-8 form"
+    return Passage(
+        id=name,
+        json=b'{"id":%s,"contents":%s,"score":' % (name_json, text_json),
+        escaped=text_json[1:-1],
+        tagged="<" in contents and PASSAGE_TAG.search(contents) is not None,
+        key=hashlib.blake2b(name_json, digest_size=8).digest(),
+        digest=hashlib.blake2b(text_json, digest_size=8).digest(),
+    )
+
+
+_remembered: Callable[[str, str], Passage | str] = lru_cache(REMEMBERED_PASSAGES)(_passage)
+
+
+def _score(score: Any, position: int) -> bytes:
+    """A plain number: what a numerical library calls a float is one, but no encoder's."""
+    if score is None:
+        return b"null"
+    if isinstance(score, float) and math.isfinite(score):
+        return orjson.dumps(float(score))
+    # Wider ones have no form in the records.
+    if isinstance(score, int) and not isinstance(score, bool) and -(2**63) <= score < 2**64:
+        return orjson.dumps(int(score))
+    raise errors.DocumentInvalid(
+        f"document {position} has a score that is no finite number of 64 bits"
+    )
+
+
+def found_of(
+    passages: Sequence[tuple[Passage, bytes]], dropped: Sequence[Mapping[str, str]]
+) -> Found:
+    """Both JSON forms of an answer, put together from what is encoded already."""
+    records = b",".join([passage.json + score + b"}" for passage, score in passages])
+    text = b"\\n\\n".join([passage.escaped for passage, _ in passages])
+    return Found(b"[%s]" % records, _HEAD + text + _TAIL, tuple(dropped))
