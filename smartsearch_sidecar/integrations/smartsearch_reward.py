@@ -1,0 +1,430 @@
+"""Rewards and checkpoints of the pinned SmartSearch trainer, through the sidecar beside it.
+
+One file for the trainer's own Python (3.10, standard library only). Give it to the trainer with
+
+    custom_reward_function.path=.../smartsearch_reward.py  custom_reward_function.name=compute_score
+    reward_model.reward_manager=re_call  actor_rollout_ref.rollout.sandbox_url=sidecar
+
+and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where Ray is started.
+
+``main_ppo.py`` executes this file in its task runner after it has imported the manager and the
+trainer and before it builds either, so replacing methods of the two classes here reaches both:
+
+- the manager's ``__call__`` runs twice. The first run only notes texts and answers; then all rows
+  are scored in batches; the second, real one reads what is there. No decoding is imitated, each row
+  is decoded once, and ``reward_extra_info``, without which the trainer scores again, is added.
+- ``_save_checkpoint`` takes a receipt first and writes it beside the checkpoint afterwards;
+  ``_load_checkpoint`` loads none that lacks one.
+- ``init_workers`` hands the real ``sandbox_url`` to the rollouts and to nobody else: what the
+  trainer prints at its start and sends to its trackers holds the word ``sidecar``.
+
+The trainer swallows the first exception of a scored batch and scores it again. Therefore the first
+failure of a process is its last: whatever is asked afterwards is refused, and the sidecar is asked
+to close its latch. What is raised is a plain ``RuntimeError``: Ray can carry it to the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import http.client
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+# --- the link to the sidecar: the same lines in both files of this folder; a test compares them ---
+
+ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
+BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
+"""Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
+REWARD_SECONDS = float(os.environ.get("SMARTSEARCH_SIDECAR_REWARD_SECONDS", "660"))
+"""Above the sidecar's ``reward.deadline_seconds`` (600), so that the sidecar gives up first."""
+LATCH_SECONDS = 5.0
+ENDPOINTS_BYTES_MAX = 65536
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+
+
+class _Trouble(Exception):
+    """What is wrong, as a sentence. It never leaves this file: Ray cannot carry a class that only
+    this file knows, and would show none of the sentence.
+    """
+
+    def __init__(self, sentence: str, *, latch: bool = True) -> None:
+        super().__init__(sentence)
+        self.latch = latch
+
+
+class _Failed:
+    """The first failure of this process, which is also its last."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_Failed], tuple[()]]:
+        """A lock cannot travel; a worker that is sent this file's functions begins afresh."""
+        return _Failed, ()
+
+    @contextlib.contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Refuses after a failure; makes any failure of the block the first, and a sentence."""
+        if self.first is not None:
+            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
+        latch = True
+        try:
+            yield
+            return
+        except _Trouble as exc:
+            sentence, latch = f"{what}: {exc}", exc.latch
+        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
+            sentence = f"{what}: {type(exc).__name__}"
+        with self._lock:
+            is_first, self.first = self.first is None, self.first or sentence
+        if is_first and latch:
+            # Best effort: this process refuses whether or not the sidecar hears of it.
+            with contextlib.suppress(_Trouble):
+                _call("POST", "/latch", {"reason": f"the trainer: {sentence}"}, LATCH_SECONDS)
+        raise RuntimeError(sentence)
+
+
+def _endpoints() -> dict[str, str]:
+    """Both URLs, read at every call: a sidecar that was resumed has moved."""
+    path = os.environ.get(ENDPOINTS_VARIABLE)
+    if not path:
+        raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(ENDPOINTS_BYTES_MAX)
+    except OSError as exc:
+        raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
+    if mode & 0o077:
+        raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
+    try:
+        value = json.loads(raw)
+        for name in ("sandbox_url", "internal_url"):
+            url = urlsplit(value[name])
+            if url.scheme != "http" or not (url.hostname and url.port and url.path.strip("/")):
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
+    return {name: value[name].rstrip("/") for name in ("sandbox_url", "internal_url")}
+
+
+def _call(method: str, path: str, value: Any, seconds: float) -> tuple[int, Any]:
+    """One try, no proxy, no redirect: status and JSON; raises ``_Trouble`` where there is none."""
+    url = urlsplit(_endpoints()["internal_url"])
+    try:
+        body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError):
+        raise _Trouble("a rollout or its answers are no text that can be sent") from None
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
+    try:
+        connection.request(method, url.path + path, body, headers)
+        answer = connection.getresponse()
+        raw = answer.read(ANSWER_BYTES_MAX + 1)
+    except (OSError, http.client.HTTPException) as exc:
+        raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
+    finally:
+        connection.close()
+    try:
+        if len(raw) > ANSWER_BYTES_MAX:
+            raise ValueError
+        # No sidecar quotes its own address; if something else does, it goes no further.
+        return answer.status, json.loads(raw.replace(url.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("what answered in the sidecar's place is none") from None
+
+
+def _why(status: int, value: Any) -> str:
+    """An error answer as words."""
+    error = value.get("error") if isinstance(value, dict) else None
+    if not isinstance(error, dict):
+        return f"the sidecar answered with status {status}"
+    return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
+
+
+def _finite(row: Any) -> float:
+    """The reward of one answered row."""
+    reward = row.get("reward") if isinstance(row, dict) else None
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise _Trouble("the sidecar answered something else than a finite number")
+    return float(reward)
+
+
+def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
+    """The rewards of at most ``BATCH_MAX`` rows, in order."""
+    status, value = _call("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
+    if status != 200:
+        raise _Trouble(_why(status, value))
+    rows = value.get("rewards") if isinstance(value, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(items):
+        raise _Trouble("the sidecar answered another number of rewards than it was asked for")
+    return [_finite(row) for row in rows]
+
+
+def _answers(ground_truth: Any) -> Any:
+    """The reference answers as JSON has them; an array is one of numpy's, which is not imported."""
+    listed = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    return list(listed) if isinstance(listed, tuple) else listed
+
+
+_FAILED = _Failed()
+
+# --- end of the link ------------------------------------------------------------------------------
+
+SANDBOX_WORD = "sidecar"
+"""Stands for the real address in ``actor_rollout_ref.rollout.sandbox_url``."""
+BATCHES_AT_ONCE = 2
+"""While the last helper calls of one batch are awaited, the next batch uses the helper."""
+SETTLE_SECONDS = 60.0
+RECEIPT = "sidecar_receipt.json"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MARK = "_smartsearch_sidecar"
+
+
+def compute_score(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
+    """The reward of one rollout; the wrapped manager asks for whole batches instead.
+
+    ``solution_str`` is prompt and response decoded together, special tokens kept; ``ground_truth``
+    one answer or several. Raises ``RuntimeError`` for everything but a finite number.
+    """
+    _install()
+    with _FAILED.guarding("no reward"):
+        item = _item(data_source, solution_str, ground_truth)
+        status, value = _call("POST", "/reward", item, REWARD_SECONDS)
+        if status != 200:
+            raise _Trouble(_why(status, value))
+        return _finite(value)
+
+
+def _item(data_source: Any, solution_str: Any, ground_truth: Any) -> dict[str, Any]:
+    answers = _answers(ground_truth)
+    return {"solution_str": solution_str, "ground_truth": answers, "data_source": data_source}
+
+
+# --- the manager ----------------------------------------------------------------------------------
+
+
+class _Noting:
+    """The first run's tokenizer: decodes, and keeps what it decoded."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: deque[str] = deque()
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        self.texts.append(self._tokenizer.decode(*args, **kwargs))
+        return self.texts[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class _Reading(_Noting):
+    """The second run's: the manager walks the same rows in the same order."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        return self.texts.popleft()
+
+
+def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, data: Any, return_dict: bool = False, curr_save_path: Any = None) -> Any:
+        items: list[dict[str, Any]] = []
+        rewards: dict[Any, deque[float]] = defaultdict(deque)
+
+        def note(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
+            items.append(_item(data_source, solution_str, ground_truth))
+            return 0.0
+
+        def read(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
+            waiting = rewards.get(_key(_item(data_source, solution_str, ground_truth)))
+            if not waiting:
+                raise RuntimeError("the manager asked for a rollout that it had not shown before")
+            return waiting.popleft()
+
+        first, second = copy.copy(self), copy.copy(self)
+        first.tokenizer, first.compute_score = _Noting(self.tokenizer), note
+        first.num_examine, first.save_path = 0, None  # nothing is printed or saved twice
+        native(first, data)
+        with _FAILED.guarding("no rewards for a batch"):
+            batches = [items[at : at + BATCH_MAX] for at in range(0, len(items), BATCH_MAX)]
+            with ThreadPoolExecutor(BATCHES_AT_ONCE) as pool:
+                for batch, scored in zip(batches, pool.map(_ask_batch, batches), strict=True):
+                    for item, reward in zip(batch, scored, strict=True):
+                        rewards[_key(item)].append(reward)
+        second.tokenizer, second.compute_score = _Reading(self.tokenizer), read
+        second.tokenizer.texts = first.tokenizer.texts
+        result = native(second, data, return_dict=return_dict, curr_save_path=curr_save_path)
+        if isinstance(result, dict):
+            result.setdefault("reward_extra_info", {})
+        return result
+
+    return call
+
+
+def _key(item: dict[str, Any]) -> tuple[str, str]:
+    """Exact text and answers: identical rollouts of a group stand in line under one key."""
+    return item["solution_str"], json.dumps(item["ground_truth"])
+
+
+# --- the trainer ----------------------------------------------------------------------------------
+
+
+def _take_receipt_first(native: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any) -> Any:
+        step = int(self.global_steps)
+        parent = self.config.trainer.default_local_dir
+        folder = os.path.abspath(os.path.join(parent, f"global_step_{step}"))
+        path = os.path.join(folder, RECEIPT)
+        with _FAILED.guarding(f"no checkpoint of step {step}"):
+            receipt = _take_receipt(step, folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)  # of an earlier run in this folder: it must not vouch for a half
+        result = native(self)
+        with _FAILED.guarding(f"the receipt of step {step} is not written"):
+            with open(path + ".new", "w", encoding="utf-8") as file:
+                json.dump(receipt, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path + ".new", path)
+        return result
+
+    return save
+
+
+def _take_receipt(step: int, folder: str) -> Any:
+    """Settles, checks and records, all in the sidecar; a refusal is the first cause in words."""
+    wanted = {"step": step, "path": folder}
+    path = f"/checkpoints?settle={SETTLE_SECONDS:g}"
+    status, value = _call("POST", path, wanted, 2 * SETTLE_SECONDS)
+    if status == 409 and isinstance(value, dict):
+        cause = value.get("cause") or {"cause": "work in flight", "detail": "nothing has failed"}
+        raise _Trouble(
+            f"the run is {value.get('state')}, {cause.get('cause')}: {cause.get('detail')}",
+            latch=False,  # the sidecar has recorded its refusal; work in flight is no failure
+        )
+    if status != 201 or not _is_receipt(value, step):
+        raise _Trouble(_why(status, value))
+    return value
+
+
+def _is_receipt(value: Any, step: int) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.get("accepted") is True
+        and value.get("step") == step
+        and all(_SHA256.fullmatch(str(value.get(name))) for name in ("head", "claim_sha256"))
+    )
+
+
+class _Gate:
+    """The actor's workers while a checkpoint is loaded: they want its receipt first."""
+
+    def __init__(self, workers: Any) -> None:
+        self._workers = workers
+        self.asked = False
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> Any:
+        folder = os.path.dirname(os.path.abspath(local_path))
+        with _FAILED.guarding(f"{folder} is not loaded"):
+            step = os.path.basename(folder).rpartition("_")[2]
+            try:
+                with open(os.path.join(folder, RECEIPT), encoding="utf-8") as file:
+                    value = json.load(file)
+            except (OSError, ValueError):
+                value = None
+            if not step.isdigit() or not _is_receipt(value, int(step)):
+                raise _Trouble(
+                    f"it has no {RECEIPT} of a sidecar for this step, so nobody knows what it was "
+                    "trained on; resume from an earlier checkpoint",
+                    latch=False,  # the run that is served has done nothing wrong
+                )
+        self.asked = True
+        return self._workers.load_checkpoint(local_path, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workers, name)
+
+
+def _load_only_with_receipt(native: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self: Any) -> Any:
+        workers, before = getattr(self, "actor_rollout_wg", None), self.global_steps
+        self.actor_rollout_wg = gate = _Gate(workers)
+        try:
+            result = native(self)
+        finally:
+            self.actor_rollout_wg = workers
+        if self.global_steps != before and not gate.asked:
+            raise RuntimeError("a checkpoint was loaded past the gate: is this the pinned trainer?")
+        return result
+
+    return load
+
+
+def _hide_the_address(native: Callable[..., Any]) -> Callable[..., Any]:
+    def init_workers(self: Any) -> Any:
+        rollout = self.config.actor_rollout_ref.rollout
+        with _FAILED.guarding("training does not begin"):
+            status, value = _call(
+                "GET", f"/health?settle={SETTLE_SECONDS:g}", None, 2 * SETTLE_SECONDS
+            )
+            if status != 200:
+                state = value.get("state") if isinstance(value, dict) else None
+                raise _Trouble(f"the sidecar is {state or 'not ready'}", latch=False)
+            real = _endpoints()["sandbox_url"]
+        given = rollout.sandbox_url
+        try:
+            if given == SANDBOX_WORD:
+                rollout.sandbox_url = real
+            return native(self)
+        finally:
+            # An address given in full was printed before this file was loaded; trackers come later.
+            rollout.sandbox_url = given and re.sub(r"(//[^/]*/).+", r"\1***", given)
+
+    return init_workers
+
+
+# --- putting it in place --------------------------------------------------------------------------
+
+_MANAGER = ("verl.workers.reward_manager.re_call", "ReCallRewardManagerWithSave")
+_TRAINER = ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer")
+_WRAPS = (
+    (_MANAGER, "__call__", _score_in_batches),
+    (_TRAINER, "init_workers", _hide_the_address),
+    (_TRAINER, "_save_checkpoint", _take_receipt_first),
+    (_TRAINER, "_load_checkpoint", _load_only_with_receipt),
+)
+
+
+def _install() -> None:
+    """Replaces the four methods, once; nothing to do in a process without the trainer."""
+    if "verl" not in sys.modules:
+        return
+    for (module, owner), name, wrap in _WRAPS:
+        try:
+            holder = getattr(importlib.import_module(module), owner)
+            native = vars(holder)[name]
+        except (ImportError, AttributeError, KeyError) as exc:
+            raise RuntimeError(
+                f"this verl has no {module}.{owner}.{name}, so it is not the pinned trainer; "
+                "verl_reward.py serves current verl"
+            ) from exc
+        if not hasattr(native, _MARK):
+            wrapped = functools.wraps(native)(wrap(native))
+            setattr(wrapped, _MARK, True)
+            setattr(holder, name, wrapped)
+
+
+_install()
