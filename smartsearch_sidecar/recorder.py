@@ -18,6 +18,14 @@ from smartsearch_sidecar.ledger.writer import Receipt, Writer
 from smartsearch_sidecar.runstate import Cause, RunState
 
 
+def sayable(sentence: str) -> str:
+    """A sentence as it can be recorded: what has no UTF-8 form is spelled out.
+
+    A provider's own words may hold a lone surrogate, and must not keep their cause from the ledger.
+    """
+    return sentence.encode("utf-8", "backslashreplace").decode()
+
+
 class Recorder:
     """The run's state and its writer, kept in step. Everything here is called on the loop.
 
@@ -62,7 +70,7 @@ class Recorder:
         """Closes the latch with its first cause; a later one changes nothing. Never raises."""
         if self.state.closed:
             return
-        value = Cause(cause, number, consumed, detail)
+        value = Cause(cause, number, consumed, sayable(detail))
         item = self.fold(Kind.LATCH_CLOSED, number, value.as_data())
         self.latched.set()
         try:

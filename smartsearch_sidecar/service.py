@@ -29,7 +29,7 @@ from smartsearch_sidecar.contract import (
     result_of,
 )
 from smartsearch_sidecar.ledger.record import Draft, Kind
-from smartsearch_sidecar.recorder import Recorder
+from smartsearch_sidecar.recorder import Recorder, sayable
 from smartsearch_sidecar.retrieval.cache import Retrieval
 
 _DECLINED_PAYLOAD = render_execute(DECLINED_RESULT)
@@ -119,6 +119,9 @@ class Service:
                 self.state.refuse_closed()
             return answer
         except errors.SidecarError as exc:
+            # A search that was shared raises one and the same in each request: each is a refusal.
+            # A lost client was counted where it was noticed.
+            exc.counted = isinstance(exc, errors.ClientGone)
             await self.recorder.refuse(exc)
             raise
 
@@ -133,7 +136,7 @@ class Service:
         if call.problem is not None and self.policy.decline:
             return await self._decline(call, call.problem)
         self.state.admit_search()
-        await self.retrieval.guard.check_identity()
+        await self._check_identity(deadline)
         number = self.state.admit_search()
         self.writer.post(
             self.recorder.fold(
@@ -148,6 +151,10 @@ class Service:
             self._settle_failed(number, exc)
             raise
         except asyncio.CancelledError:
+            if not _being_cancelled():
+                fault = _cancelled_itself()
+                self._settle_failed(number, fault)
+                raise fault from None
             self._settle_failed(number, errors.RequestCancelled("the search was cancelled"))
             self.undelivered(number, "cancelled during the search")
             raise
@@ -157,6 +164,20 @@ class Service:
             )
             raise
         return await self._recorded(number, answer)
+
+    async def _check_identity(self, deadline: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self.retrieval.guard.check_identity()
+        except TimeoutError:
+            raise errors.DeadlinePassed(
+                "the provider had not said what it serves at the deadline"
+            ) from None
+        except asyncio.CancelledError:
+            if not _being_cancelled():
+                raise _cancelled_itself() from None
+            self.undelivered(None, "cancelled before the search")
+            raise
 
     async def _decline(self, call: ExecuteCall, problem: QueryProblem) -> Answer:
         data = {"reason": problem.value, "env": call.env, "call": call.call}
@@ -197,13 +218,23 @@ class Service:
                 self.recorder.fold(
                     Kind.RETRIEVAL_FAILED,
                     number,
-                    {"code": exc.code, "cause": cause, "detail": exc.message},
+                    {"code": exc.code, "cause": cause, "detail": sayable(exc.message)},
                 )
             )
         except errors.LedgerFailed:
             return  # the ledger failed first, and that is the cause
         if exc.cause is not None:
             self.recorder.close_latch(exc.cause, number=number, consumed=True, detail=exc.message)
+
+
+def _being_cancelled() -> bool:
+    """Whether this task is being cancelled; otherwise a provider has raised the same by a slip."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _cancelled_itself() -> errors.ProviderFault:
+    return errors.ProviderFault("the provider cancelled what it was asked for")
 
 
 def refuse_as_reference(problem: QueryProblem) -> None:

@@ -14,6 +14,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.service import Service
 
 _POLL_SECONDS = 0.005
+IDENTITY_SECONDS = 5.0  # for a provider that is asked nothing else; under every client's patience
 
 
 def _pending(service: Service) -> bool:
@@ -33,13 +34,22 @@ async def settle(service: Service, seconds: float) -> None:
 
 
 async def check(service: Service, seconds: float) -> str:
-    """The state's name, after settling and asking the provider who it is."""
+    """The state's name, after settling and asking the provider who it is.
+
+    While work is in flight it is not asked: each search asks it, and may hold up the answer.
+    """
     await settle(service, seconds)
-    if not service.state.closed:
+    if not service.state.closed and not _pending(service):
         try:
-            await service.retrieval.guard.check_identity()
+            async with asyncio.timeout(IDENTITY_SECONDS):
+                await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
             service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
+        except TimeoutError:
+            service.recorder.close_latch(
+                errors.ProviderFault.cause or errors.ProviderFault.code,
+                detail=f"the provider did not say within {IDENTITY_SECONDS:g} s what it serves",
+            )
     if service.state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
             await service.recorder.latch_durable()

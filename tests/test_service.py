@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,32 @@ async def test_cancelled_while_waiting_for_a_slot(tmp_path: Path) -> None:
         await cancelled_at(run, lambda: run.service.slots.waiting == 1)
         run.service.slots.give()
         settled_and_latched(run, "response_undelivered", 0)
+
+
+class SlowlyNamed(FakeProvider):
+    """Says who it is at once when the run is claimed, and from then on when ``named`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = asyncio.Event()
+        self.asked = 0
+
+    async def identity(self) -> Mapping[str, Any]:
+        self.asked += 1
+        if self.asked > 1:
+            await self.named.wait()
+        return await super().identity()
+
+
+@pytest.mark.both_loops
+async def test_cancelled_before_the_search(tmp_path: Path) -> None:
+    """Cancelled while the provider is asked who it is: nothing consumed, and not forgotten."""
+    provider = SlowlyNamed()
+    async with served(tmp_path / "run", provider=provider) as run:
+        await cancelled_at(run, lambda: provider.asked == 2)
+        provider.named.set()
+        settled_and_latched(run, "response_undelivered", 0)
+        assert run.service.state.lost == 1
 
 
 @pytest.mark.both_loops
