@@ -45,6 +45,8 @@ class QueryProblem(enum.StrEnum):
     not_encodable = enum.auto()
     too_long = enum.auto()
     protocol_tag = enum.auto()
+    not_text = enum.auto()
+    """Another JSON value in a query's place; only the routes of other trainers can hold one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,11 @@ def _encodable(text: str) -> bool:
 
 
 def _problem(query: str, call_bytes: int) -> QueryProblem | None:
-    if call_bytes > CALL_BYTES_MAX:
-        return QueryProblem.call_too_long
+    return QueryProblem.call_too_long if call_bytes > CALL_BYTES_MAX else query_problem(query)
+
+
+def query_problem(query: str) -> QueryProblem | None:
+    """Why a text cannot be searched, or ``None`` where it can."""
     if not query.strip():
         return QueryProblem.empty
     try:

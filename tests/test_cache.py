@@ -45,6 +45,22 @@ async def test_identical_searches_in_flight_are_shared() -> None:
     assert provider.queries == ["q"]
 
 
+async def test_another_number_of_passages_is_another_search() -> None:
+    """The same words for three passages are neither shared with nor kept for those for five."""
+    provider = FakeProvider()
+    retrieval = await fronted(provider)
+    five, _ = await retrieval.find("q", FAR)
+    three, outcome = await retrieval.find("q", FAR, 3)
+    assert (outcome, len(five.documents()), len(three.documents())) == ("miss", 5, 3)
+    assert await retrieval.find("q", FAR, 3) == (three, "hit")
+    assert await retrieval.find("q", FAR, 5) == (five, "hit")
+    gate = provider.gate = asyncio.Event()
+    tasks = [asyncio.create_task(retrieval.find("r", FAR, top_n)) for top_n in (3, 5, 3)]
+    await asyncio.sleep(0)
+    gate.set()
+    assert [outcome for _, outcome in await asyncio.gather(*tasks)] == ["miss", "miss", "shared"]
+
+
 async def test_nothing_is_shared_or_kept_without_a_cache() -> None:
     """The reference profile asks the provider for every request."""
     provider = FakeProvider()
@@ -100,12 +116,12 @@ def test_cache_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
     found = Found(b"[]", b"x" * 1000, ())
     cache = SearchCache(4 * (found.size + 1))
     for query in "abcd":
-        cache.put(query, found)
-    assert cache.get("a") is found
-    cache.put("e", found)
-    assert cache.get("b") is None
-    assert cache.get("a") is found
+        cache.put((query, None), found)
+    assert cache.get(("a", None)) is found
+    cache.put(("e", None), found)
+    assert cache.get(("b", None)) is None
+    assert cache.get(("a", None)) is found
     assert len(cache) == 4
     assert cache.bytes <= 4 * (found.size + 1)
-    cache.put("huge", Found(b"[]", b"x" * 100_000, ()))
-    assert cache.get("huge") is None
+    cache.put(("huge", None), Found(b"[]", b"x" * 100_000, ()))
+    assert cache.get(("huge", None)) is None

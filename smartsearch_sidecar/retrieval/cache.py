@@ -16,6 +16,8 @@ from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
 
 Outcome = Literal["miss", "shared", "hit"]
+Key = tuple[str, int | None]
+"""A query and how many passages are asked for; ``None`` is the contract's number."""
 
 
 async def _until(flight: asyncio.Task[Found], deadline: float) -> Found:
@@ -46,27 +48,28 @@ class SearchCache:
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
-        self._entries: OrderedDict[str, Found] = OrderedDict()
+        self._entries: OrderedDict[Key, Found] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, query: str) -> Found | None:
-        """The answer to exactly this query, refreshed."""
-        found = self._entries.get(query)
+    def get(self, key: Key) -> Found | None:
+        """The answer to exactly this search, refreshed."""
+        found = self._entries.get(key)
         if found is not None:
-            self._entries.move_to_end(query)
+            self._entries.move_to_end(key)
         return found
 
-    def put(self, query: str, found: Found) -> None:
+    def put(self, key: Key, found: Found) -> None:
         """Keeps an answer, and lets the oldest go until all fit."""
-        if found.size + len(query) > self._bytes_max or query in self._entries:
+        size = found.size + len(key[0])
+        if size > self._bytes_max or key in self._entries:
             return
-        self._entries[query] = found
-        self.bytes += found.size + len(query)
+        self._entries[key] = found
+        self.bytes += size
         while self.bytes > self._bytes_max:
-            old_query, old = self._entries.popitem(last=False)
+            (old_query, _), old = self._entries.popitem(last=False)
             self.bytes -= old.size + len(old_query)
 
 
@@ -78,38 +81,42 @@ class Retrieval:
         self.guard = guard
         self._share = cache_bytes > 0
         self.cache = SearchCache(cache_bytes)
-        self._flights: dict[str, asyncio.Task[Found]] = {}
+        self._flights: dict[Key, asyncio.Task[Found]] = {}
         self._tasks: set[asyncio.Task[Found]] = set()
 
-    async def find(self, query: str, deadline: float) -> tuple[Found, Outcome]:
+    async def find(
+        self, query: str, deadline: float, top_n: int | None = None
+    ) -> tuple[Found, Outcome]:
         """The documents of ``query``, and whether they cost a search.
 
         Raises ``DeadlinePassed`` at ``deadline`` (loop clock), or what the guard raised.
         """
-        found = self.cache.get(query)
+        key = (query, None if top_n == self.guard.top_n else top_n)
+        found = self.cache.get(key)
         if found is not None:
             return found, "hit"
         outcome: Outcome = "shared"
-        flight = self._flights.get(query)
+        flight = self._flights.get(key)
         if flight is None:
             outcome = "miss"
-            flight = self._start(query, deadline)
+            flight = self._start(key, deadline)
         return await _until(flight, deadline), outcome
 
-    def _start(self, query: str, deadline: float) -> asyncio.Task[Found]:
-        task = asyncio.get_running_loop().create_task(self.guard.search(query, deadline))
+    def _start(self, key: Key, deadline: float) -> asyncio.Task[Found]:
+        query, top_n = key
+        task = asyncio.get_running_loop().create_task(self.guard.search(query, deadline, top_n))
         self._tasks.add(task)
         if self._share:
-            self._flights[query] = task
-        task.add_done_callback(lambda done: self._ended(query, done))
+            self._flights[key] = task
+        task.add_done_callback(lambda done: self._ended(key, done))
         return task
 
-    def _ended(self, query: str, task: asyncio.Task[Found]) -> None:
+    def _ended(self, key: Key, task: asyncio.Task[Found]) -> None:
         self._tasks.discard(task)
-        if self._flights.get(query) is task:
-            del self._flights[query]
+        if self._flights.get(key) is task:
+            del self._flights[key]
         if not task.cancelled() and task.exception() is None and self._share:
-            self.cache.put(query, task.result())
+            self.cache.put(key, task.result())
 
     async def close(self) -> None:
         """Cancels searches nobody waits for any more and closes the provider."""

@@ -50,7 +50,7 @@ class Guard:
         digest per document id of a remote provider.
         """
         self.provider = provider
-        self._top_n = top_n
+        self.top_n = top_n
         self._retries = retries
         self._drop_tagged = drop_tagged
         self._seen: dict[bytes, bytes] | None = {} if watch_drift and provider.remote else None
@@ -94,14 +94,16 @@ class Guard:
                 f"the provider's identity changed during the run: {', '.join(keys)}"
             )
 
-    async def search(self, query: str, deadline: float) -> Found:
+    async def search(self, query: str, deadline: float, top_n: int | None = None) -> Found:
         """One search, its identity checked after it. ``deadline`` bounds retries, on the loop's
-        clock; the search itself is bounded by whoever waits for it.
+        clock; the search itself is bounded by whoever waits for it. ``top_n`` is the contract's
+        where none is given.
         """
-        documents = await self._ask(query, deadline)
+        asked = self.top_n if top_n is None else top_n
+        documents = await self._ask(query, deadline, asked)
         await self.check_identity()
         try:
-            return self._found(documents)
+            return self._found(documents, asked)
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider's own objects may raise when read: classified here
@@ -109,11 +111,11 @@ class Guard:
                 f"the provider's documents could not be read ({type(exc).__name__})"
             ) from exc
 
-    async def _ask(self, query: str, deadline: float) -> Any:
+    async def _ask(self, query: str, deadline: float, top_n: int) -> Any:
         loop = asyncio.get_running_loop()
         for tries_left in range(self._retries, -1, -1):
             try:
-                return await self.provider.search(query, self._top_n)
+                return await self.provider.search(query, top_n)
             except errors.ProviderTransport:
                 if not tries_left or loop.time() >= deadline:
                     raise
@@ -125,14 +127,14 @@ class Guard:
                 ) from exc
         raise errors.InvariantBroken("a search ended without an answer or an error")
 
-    def _found(self, documents: Any) -> Found:
+    def _found(self, documents: Any, top_n: int) -> Found:
         if isinstance(documents, str | bytes | Mapping) or not hasattr(documents, "__len__"):
             raise errors.DocumentInvalid(
                 f"the provider answered a {type(documents).__name__} instead of documents"
             )
-        if len(documents) > self._top_n:
+        if len(documents) > top_n:
             raise errors.DocumentInvalid(
-                f"the provider answered {len(documents)} documents where {self._top_n} were asked"
+                f"the provider answered {len(documents)} documents where {top_n} were asked"
             )
         passages = [read_passage(item, position) for position, item in enumerate(documents, 1)]
         if len({passage.id for passage, _ in passages}) != len(passages):
