@@ -430,30 +430,56 @@ async def test_record_that_cannot_be_taken_is_a_failure(
         assert latch["cause"] == "ledger_failed"
 
 
+class HeldDisk(FullDisk):
+    """Holds the first write until it is let go; then it has room for ``left`` bytes."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__(left)
+        self.at_write = threading.Event()
+        self.go_on = threading.Event()
+
+    def write(self, fd: int, data: bytes) -> None:
+        self.at_write.set()
+        self.go_on.wait(10)
+        super().write(fd, data)
+
+
+async def overflow(run: Run, disk: HeldDisk) -> asyncio.Future[Receipt]:
+    """Posts more than the queue takes while the first record is being written."""
+    first = run.writer.post_for_receipt(record(1))
+    await asyncio.to_thread(disk.at_write.wait, 10)
+    run.writer.post(record(2))
+    run.writer.post(record(3))
+    with pytest.raises(errors.LedgerFailed):
+        run.writer.post(record(4))
+    disk.go_on.set()
+    return first
+
+
 async def test_overflow_while_writing_stops_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batch under way is told of its write; nothing is written after it."""
     monkeypatch.setattr(writer_module, "QUEUE_RECORDS_MAX", 2)
-    at_write, go_on = threading.Event(), threading.Event()
-
-    class Held(Disk):
-        def point(self, name: str) -> None:
-            if name == "write:before":
-                at_write.set()
-                go_on.wait(10)
-
-    async with writing(tmp_path / "run", disk=Held()) as run:
-        first = run.writer.post_for_receipt(record(1))
-        await asyncio.to_thread(at_write.wait, 10)
-        run.writer.post(record(2))
-        run.writer.post(record(3))
-        with pytest.raises(errors.LedgerFailed):
-            run.writer.post(record(4))
-        go_on.set()
+    disk = HeldDisk(10_000)
+    async with writing(tmp_path / "run", disk=disk) as run:
+        first = await overflow(run, disk)
         assert (await first).seq == 1
         await run.writer.close()
         assert run.numbers() == [1]
+
+
+async def test_second_failure_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that fails after the ledger has failed changes no cause, and frees who waits."""
+    monkeypatch.setattr(writer_module, "QUEUE_RECORDS_MAX", 2)
+    disk = HeldDisk(0)
+    async with writing(tmp_path / "run", disk=disk) as run:
+        first = await overflow(run, disk)
+        with pytest.raises(errors.LedgerFailed, match="No space"):
+            await first
+        await run.writer.close()
+        assert len(run.failures) == 1
+        assert "wait to be written" in run.failures[0].message
 
 
 async def test_failures_raised_again_are_new(tmp_path: Path) -> None:
