@@ -12,7 +12,7 @@ of the end, also when it is cancelled: a settlement is never awaited, only its r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.admission import Slots
 from smartsearch_sidecar.contract import (
     DECLINED_RESULT,
-    ExecuteCall,
     ExecuteRules,
     QueryProblem,
     parse_execute,
@@ -31,6 +30,7 @@ from smartsearch_sidecar.contract import (
 from smartsearch_sidecar.ledger.record import Draft, Kind
 from smartsearch_sidecar.recorder import Recorder, sayable
 from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.passages import Found
 
 _DECLINED_PAYLOAD = render_execute(DECLINED_RESULT)
 
@@ -53,11 +53,13 @@ class ServicePolicy:
 class Answer:
     """A recorded answer on its way to the client.
 
-    ``number`` is the attempt it settles, ``None`` for a declined query.
+    ``number`` is the attempt it settles, ``None`` for a declined query; ``others`` are those of a
+    batch that it settles as well.
     """
 
     payload: bytes
     number: int | None
+    others: tuple[int, ...] = ()
 
 
 class Service:
@@ -81,14 +83,17 @@ class Service:
         self.slots = slots
         self.retrieval = retrieval
         self.policy = policy
-        self._told = told
+        self.told = told
 
-    def undelivered(self, number: int | None, stage: str) -> None:
+    def undelivered(self, number: int | None, stage: str, others: Sequence[int] = ()) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""
         if self.writer.failure is not None:
             return
         self.recorder.refused["response_undelivered"] += 1
-        self.recorder.post(Kind.DELIVERY_LOST, number, {"stage": stage})
+        data: dict[str, Any] = {"stage": stage}
+        if others:
+            data["others"] = list(others)
+        self.recorder.post(Kind.DELIVERY_LOST, number, data)
         if self.policy.latch_undelivered:
             self.recorder.close_latch(
                 "response_undelivered",
@@ -104,6 +109,43 @@ class Service:
 
         Raises a ``SidecarError`` whose latch, if any, is closed and durable by then.
         """
+        return await self.in_turn(began, gone, lambda deadline: self._execute(body, deadline))
+
+    async def _execute(self, body: bytes, deadline: float) -> Answer:
+        call = parse_execute(body, self.policy.rules)
+        data = {"env": call.env, "call": call.call}
+        if call.problem is not None and not self.policy.decline:
+            refuse_as_reference(call.problem)
+        self.state.refuse_closed()
+        if call.problem is not None and self.policy.decline:
+            return await self._recorded(None, self.decline(call.problem, data), _DECLINED_PAYLOAD)
+        await self.check_identity(deadline)
+        number, found, item = await self.search(call.query, call.problem, data, deadline)
+        return await self._recorded(number, item, found.payload)
+
+    async def _recorded(self, number: int | None, item: Draft, payload: bytes) -> Answer:
+        """Returns the answer once its record is on the medium."""
+        try:
+            await self.writer.post_for_receipt(item)
+        except asyncio.CancelledError:
+            self.undelivered(number, "cancelled before the answer")
+            raise
+        if self.told is not None:
+            self.told(result_of(payload))
+        return Answer(payload, number)
+
+    # --- the steps of any search ------------------------------------------------------------------
+
+    async def in_turn(
+        self,
+        began: float,
+        gone: Callable[[], bool],
+        work: Callable[[float], Coroutine[Any, Any, Answer]],
+    ) -> Answer:
+        """Waits for a slot, does ``work(deadline)``, and gives the slot back before the answer.
+
+        Whatever it raises has been counted, and is durable where it closed the latch.
+        """
         deadline = began + self.policy.deadline_seconds
         try:
             try:
@@ -112,7 +154,10 @@ class Service:
                 self.undelivered(None, "cancelled while waiting")
                 raise
             try:
-                answer = await self._serve(body, deadline, gone)
+                if gone():
+                    self.undelivered(None, "gone while waiting")
+                    raise errors.ClientGone("the client left while it waited for a slot")
+                answer = await work(deadline)
             finally:
                 self.slots.give()
             if self.state.closed:
@@ -125,28 +170,49 @@ class Service:
             await self.recorder.refuse(exc)
             raise
 
-    async def _serve(self, body: bytes, deadline: float, gone: Callable[[], bool]) -> Answer:
-        if gone():
-            self.undelivered(None, "gone while waiting")
-            raise errors.ClientGone("the client left while it waited for a slot")
-        call = parse_execute(body, self.policy.rules)
-        if call.problem is not None and not self.policy.decline:
-            refuse_as_reference(call.problem)
-        self.state.refuse_closed()
-        if call.problem is not None and self.policy.decline:
-            return await self._decline(call, call.problem)
+    async def check_identity(self, deadline: float) -> None:
+        """Asks for admission, and then the provider who it is: the last step before a number."""
         self.state.admit_search()
-        await self._check_identity(deadline)
-        number = self.state.admit_search()
-        self.writer.post(
-            self.recorder.fold(
-                Kind.RETRIEVAL_REQUESTED, number, {"env": call.env, "call": call.call}
-            )
-        )
         try:
-            if call.problem is not None:
+            async with asyncio.timeout_at(deadline):
+                await self.retrieval.guard.check_identity()
+        except TimeoutError:
+            raise errors.DeadlinePassed(
+                "the provider had not said what it serves at the deadline"
+            ) from None
+        except asyncio.CancelledError:
+            if not _being_cancelled():
+                raise _cancelled_itself() from None
+            self.undelivered(None, "cancelled before the search")
+            raise
+
+    def decline(self, problem: QueryProblem, data: Mapping[str, Any]) -> Draft:
+        """Folds a declined query; the caller posts it in the same step."""
+        item: Mapping[str, Any] = {"reason": problem.value, **data}
+        return self.recorder.fold(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, item)
+
+    async def search(
+        self,
+        query: str,
+        problem: QueryProblem | None,
+        data: Mapping[str, Any],
+        deadline: float,
+        top_n: int | None = None,
+    ) -> tuple[int, Found, Draft]:
+        """Admits, records and settles one search: its number, what it found, and the settlement,
+        which is folded, and which the caller posts in the same step.
+
+        ``data`` is what ``retrieval.requested`` says of it; ``problem`` a tag or none.
+        """
+        number = self.state.admit_search()
+        self.writer.post(self.recorder.fold(Kind.RETRIEVAL_REQUESTED, number, data))
+        try:
+            if problem is not None:
                 raise errors.TaggedQuery("the query carries a protocol tag")
-            answer = await self._search(number, call.query.strip(), deadline)
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            found, outcome = await self.retrieval.find(query.strip(), deadline, top_n)
+            return number, found, self._answered(number, found, outcome, loop.time() - began)
         except errors.SidecarError as exc:
             self._settle_failed(number, exc)
             raise
@@ -163,50 +229,14 @@ class Service:
                 number, errors.InvariantBroken(f"a search ended in {type(exc).__name__}")
             )
             raise
-        return await self._recorded(number, answer)
 
-    async def _check_identity(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self.retrieval.guard.check_identity()
-        except TimeoutError:
-            raise errors.DeadlinePassed(
-                "the provider had not said what it serves at the deadline"
-            ) from None
-        except asyncio.CancelledError:
-            if not _being_cancelled():
-                raise _cancelled_itself() from None
-            self.undelivered(None, "cancelled before the search")
-            raise
-
-    async def _decline(self, call: ExecuteCall, problem: QueryProblem) -> Answer:
-        data = {"reason": problem.value, "env": call.env, "call": call.call}
-        item = self.recorder.fold(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data)
-        return await self._recorded(None, (item, _DECLINED_PAYLOAD))
-
-    async def _search(self, number: int, query: str, deadline: float) -> tuple[Draft, bytes]:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        found, outcome = await self.retrieval.find(query, deadline)
-        data: dict[str, Any] = {"cache": outcome, "took_us": int((loop.time() - began) * 1e6)}
+    def _answered(self, number: int, found: Found, outcome: str, seconds: float) -> Draft:
+        data: dict[str, Any] = {"cache": outcome, "took_us": int(seconds * 1e6)}
         if found.dropped:
             data["dropped"] = [dict(item) for item in found.dropped]
-        item = self.recorder.fold(
+        return self.recorder.fold(
             Kind.RETRIEVAL_ANSWERED, number, data, documents_json=found.documents_json
         )
-        return item, found.payload
-
-    async def _recorded(self, number: int | None, answer: tuple[Draft, bytes]) -> Answer:
-        """Returns the answer once its record is on the medium."""
-        item, payload = answer
-        try:
-            await self.writer.post_for_receipt(item)
-        except asyncio.CancelledError:
-            self.undelivered(number, "cancelled before the answer")
-            raise
-        if self._told is not None:
-            self._told(result_of(payload))
-        return Answer(payload, number)
 
     def _settle_failed(self, number: int, exc: errors.SidecarError) -> None:
         """Records a failed attempt and closes the latch with it."""
