@@ -81,6 +81,8 @@ class Daemon:
             body_bytes_max=config.execute.body_bytes_max,
             body_seconds=server.body_seconds,
             deadline_seconds=config.execute.deadline_seconds,
+            routes=config.execute.routes,
+            retrieve_topk=config.execute.retrieve_topk,
         )
 
     @property

@@ -116,7 +116,6 @@ class Service:
         data = {"env": call.env, "call": call.call}
         if call.problem is not None and not self.policy.decline:
             refuse_as_reference(call.problem)
-        self.state.refuse_closed()
         if call.problem is not None and self.policy.decline:
             return await self._recorded(None, self.decline(call.problem, data), _DECLINED_PAYLOAD)
         await self.check_identity(deadline)
@@ -188,6 +187,7 @@ class Service:
 
     def decline(self, problem: QueryProblem, data: Mapping[str, Any]) -> Draft:
         """Folds a declined query; the caller posts it in the same step."""
+        self.state.refuse_closed()
         item: Mapping[str, Any] = {"reason": problem.value, **data}
         return self.recorder.fold(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, item)
 

@@ -63,7 +63,11 @@ class Execute(Section):
         ("execute",), "What is served under the execute capability; the others suit other trainers."
     )
     retrieve_topk: int = whole(
-        3, 1, 5, "passages", "The `topk` that `/retrieve` clients must ask for; no other is served."
+        3,
+        1,
+        50,
+        "passages",
+        "The `topk` that `/retrieve` clients must ask for; no other is served. rLLM's is 10.",
     )
 
 

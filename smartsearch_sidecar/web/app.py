@@ -8,6 +8,7 @@ deadline, and whoever could not be served then closes the latch as soon as there
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import orjson
@@ -25,6 +26,7 @@ from smartsearch_sidecar.web.routes import (
     error_payload,
     require_json,
 )
+from smartsearch_sidecar.web.searches import SearchRoutes
 
 PROBES = frozenset({"/livez", "/readyz"})
 
@@ -39,7 +41,10 @@ class App:
         body_bytes_max: int,
         body_seconds: float,
         deadline_seconds: float,
+        routes: Collection[str] = ("execute",),
+        retrieve_topk: int = 3,
     ) -> None:
+        """``routes`` and ``retrieve_topk`` are the keys of ``[execute]``."""
         self._capabilities = capabilities
         self._body_bytes_max = body_bytes_max
         self._body_seconds = body_seconds
@@ -49,6 +54,16 @@ class App:
         self._early: errors.SidecarError | None = None
         self._log = structlog.get_logger("web")
         self._internal = InternalRoutes(self._read_body, _json)
+        self._serves_execute = "execute" in routes
+        self._searches = SearchRoutes(
+            routes,
+            retrieve_topk=retrieve_topk,
+            body_bytes_max=body_bytes_max,
+            read_body=self._read_body,
+            ready=self._serving,
+            hand_over=self._hand_over,
+            refuse=self._settle_refusal,
+        )
 
     def serve_with(self, service: Service, scoring: Scoring | None = None) -> None:
         """Opens the door. Refusals from before close the latch now, the first one first."""
@@ -94,7 +109,7 @@ class App:
     async def handle(self, request: EdgeRequest) -> Reply:
         """Every request of every route."""
         raw = request.raw_target
-        if self._capabilities.is_execute(raw) and request.method == "POST":
+        if self._capabilities.is_execute(raw) and request.method == "POST" and self._serves_execute:
             return await self._execute(request)
         if raw in PROBES:
             return self._probe(request, raw)
@@ -102,8 +117,11 @@ class App:
             target = self._capabilities.read(raw)
             if target.internal:
                 return await self._internal.dispatch(request, target)
-            if request.method != "POST" or target.segments == ("execute",):
+            if request.method != "POST":
                 raise errors.MethodNotAllowed("rollouts post")
+            (segment,) = target.segments
+            if self._searches.serves(segment):
+                return await self._searches.answer(request, segment)
             raise errors.NotFound("a rollout asked for a route that is not served")
         except errors.SidecarError as exc:
             return await self._refused(request, exc)
@@ -122,9 +140,7 @@ class App:
     async def _execute(self, request: EdgeRequest) -> Reply:
         try:
             body = await self._read_body(request, self._body_bytes_max)
-            service = self._service or await self._wait_ready(
-                request.began + self._deadline_seconds
-            )
+            service = self._service or await self._serving(request)
         except errors.SidecarError as exc:
             return await self._refused(request, exc)
         try:
@@ -142,15 +158,16 @@ class App:
         return await request.body(length, self._body_seconds)
 
     def _hand_over(self, request: EdgeRequest, service: Service, answer: Answer) -> Reply:
-        number = answer.number
+        number, others = answer.number, answer.others
         head = response_head(200, len(answer.payload), close=not request.keep_alive)
         return request.deliver(
-            head, answer.payload, lambda stage: service.undelivered(number, stage)
+            head, answer.payload, lambda stage: service.undelivered(number, stage, others)
         )
 
-    async def _wait_ready(self, deadline: float) -> Service:
+    async def _serving(self, request: EdgeRequest) -> Service:
+        """The service, once there is one; a rollout waits for it within its deadline."""
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(request.began + self._deadline_seconds):
                 await self._ready.wait()
         except TimeoutError:
             raise errors.Busy("the index was still loading at the request's deadline") from None
@@ -160,14 +177,18 @@ class App:
 
     async def _refused(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
         """An answer of the table; a refusal that closes the latch is durable before it is sent."""
+        return self._error(request, await self._settle_refusal(exc))
+
+    async def _settle_refusal(self, exc: errors.SidecarError) -> errors.SidecarError:
+        """Counts a refusal, and closes the latch where it must; what is to be answered."""
         if self._service is not None:
             try:
                 await self._service.recorder.refuse(exc)
             except errors.LedgerFailed as failure:
-                exc = failure
+                return failure
         elif exc.cause is not None:
             self._early = self._early or exc
-        return self._error(request, exc)
+        return exc
 
     def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
         return request.refuse(STATUS[exc.code], error_payload(exc.code))

@@ -136,10 +136,6 @@ class Capabilities:
         raise errors.Unauthorized("wrong or no capability")
 
 
-def _first_segment(parts: list[str]) -> bytes:
-    return (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
-
-
 def _second(parts: list[str]) -> bytes:
     return (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
 
