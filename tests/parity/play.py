@@ -102,6 +102,15 @@ async def play(directory: Path, sequence: Sequence) -> int:
         return len(sequence.steps)
 
 
+async def differs(directory: Path, step: Step, row: str) -> Moment:
+    """One step to a new pair: it must not be alike, and be explained by exactly this row."""
+    async with pair(directory) as both:
+        moment = await _step(both, step)
+    assert not moment.alike, f"no difference:\n  {moment.told()}"
+    assert explained(moment) == row, moment.told()
+    return moment
+
+
 async def _step(both: Pair, step: Step) -> Moment:
     before = both.reference.state()
     both.play(step.plan)

@@ -7,6 +7,7 @@ takes it as it is and ours takes it as ``module:factory``, the way an operator w
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,35 @@ class Scripted:
 def documents_for(query: str, top_n: int = 5) -> list[dict[str, Any]]:
     """Documents that name the query, but for special tokens: there the two sides differ."""
     return documents_naming(query.replace("<|", "< |"), top_n)
+
+
+class Held(Scripted):
+    """Every search waits until ``release`` is set; ``entered`` is set by the first.
+
+    ``inside`` counts those that are waiting or working, ``most_inside`` the most at once.
+    """
+
+    PATIENCE = 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+        self.release = threading.Event()
+        self.inside = self.most_inside = 0
+        self._counting = threading.Lock()
+
+    def search(self, query: str, top_n: int = 5) -> Any:
+        with self._counting:
+            self.inside += 1
+            self.most_inside = max(self.most_inside, self.inside)
+        self.entered.set()
+        try:
+            if not self.release.wait(self.PATIENCE):
+                raise TimeoutError("nobody released the search")
+            return super().search(query, top_n)
+        finally:
+            with self._counting:
+                self.inside -= 1
 
 
 _CHOICE: list[Any] = []

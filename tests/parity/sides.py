@@ -56,13 +56,18 @@ class State:
 
 @dataclass
 class Reference:
-    """The reference, served in threads of its own; ``crashes`` is what its handlers raised."""
+    """The reference, served in threads of its own.
+
+    ``crashes`` is what its handlers raised; ``refusing`` is set once it is about to write a refusal
+    down, for which it takes the lock that spans a search.
+    """
 
     service: Any
     server: ThreadingHTTPServer
     retriever: Any
     directory: Path
     crashes: list[BaseException | None] = field(default_factory=list)
+    refusing: threading.Event = field(default_factory=threading.Event)
 
     @property
     def port(self) -> int:
@@ -100,10 +105,21 @@ class Reference:
     def files(self) -> dict[str, Any]:
         return read_files(self.directory)
 
+    def slots_free(self) -> int:
+        """Of its eight: it shows them to nobody, so they are read out of its handler's closure."""
+        post: Any = self.server.RequestHandlerClass.do_POST  # type: ignore[attr-defined]
+        capacity = post.__closure__[post.__code__.co_freevars.index("capacity")].cell_contents
+        return int(capacity._value)
+
 
 def tools() -> Any:
     """The reference's module."""
     return importlib.import_module("agentinputlab.recipes.smartsearch_grpo_tools")
+
+
+def teacher() -> Any:
+    """The reference's module of helper answers and limits."""
+    return importlib.import_module("agentinputlab.recipes.smartsearch_teacher")
 
 
 @contextlib.contextmanager
@@ -119,16 +135,7 @@ def reference(
     if patience is not None:
         server.RequestHandlerClass = _impatient(server.RequestHandlerClass, patience)
     side = Reference(service, server, retriever, directory)
-    server.handle_error = lambda *_: side.crashes.append(sys.exc_info()[1])
-    serve_one = server.process_request_thread
-
-    def outlived(*request: Any) -> None:
-        try:
-            serve_one(*request)
-        except SystemExit as error:  # a retriever's; it ends the thread without an answer
-            side.crashes.append(error)
-
-    server.process_request_thread = outlived
+    _watch(side)
     thread = threading.Thread(target=server.serve_forever, args=(0.002,), daemon=True)
     thread.start()
     try:
@@ -137,6 +144,25 @@ def reference(
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _watch(side: Reference) -> None:
+    serve_one, refuse = side.server.process_request_thread, side.service.reject_transport
+
+    def outlived(*request: Any) -> None:
+        try:
+            serve_one(*request)
+        except SystemExit as error:  # a retriever's; it ends the thread without an answer
+            side.crashes.append(error)
+
+    def refused(code: str) -> None:
+        side.refusing.set()
+        refuse(code)
+
+    server: Any = side.server
+    server.process_request_thread = outlived
+    server.handle_error = lambda *_: side.crashes.append(sys.exc_info()[1])
+    side.service.reject_transport = refused
 
 
 def _impatient(handler: Any, seconds: float) -> Any:
