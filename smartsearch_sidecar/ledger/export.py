@@ -5,7 +5,8 @@
 once, it writes out (the joined passages, a trajectory of one search, an evidence row per document,
 digests of canonical JSON). Its own sentences (``error``, ``error_type``) are ours.
 
-Two things it has no file for. A query that was declined left no trace there, and leaves none here.
+Three things it has no file for. A query that was declined left no trace there, and leaves none
+here. A search by another route than ``/execute`` has no request to write: such a run is refused.
 A latch that closed without failing an attempt is a ``transport-rejected.json`` with our cause, so
 that a failed run never looks like a healthy one; there, quota and identity lived in memory only.
 """
@@ -147,6 +148,11 @@ class _Layout:
         if number is None:
             return
         if kind == Kind.RETRIEVAL_REQUESTED:
+            if "route" in data:
+                raise errors.UsageError(
+                    f"search {number} came by /{data['route']:.20}, for which the reference has no "
+                    "files: only a run whose every search came by /execute can be exported to it"
+                )
             self._queries[number] = recorded_query(data, self._rules)
             self._save(f"request-{number:06d}.json", {"env": data["env"], "call": data["call"]})
         elif kind == Kind.RETRIEVAL_ANSWERED:

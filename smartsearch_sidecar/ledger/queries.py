@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract import ExecuteRules, parse_execute
 from smartsearch_sidecar.contract_call import parse_call
+
+TOP_N: Final = 5
+"""Of every ``/execute`` call, whose records need not say so."""
 
 
 def rules_of(claim: bytes) -> ExecuteRules:
@@ -24,7 +27,9 @@ def rules_of(claim: bytes) -> ExecuteRules:
 def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
     """The query of a ``retrieval.requested`` record as it was searched: stripped, else verbatim.
 
-    Raises ``LedgerCorrupt`` where the recorded call is none that the run's own contract takes.
+    The routes of other trainers record ``route``, ``query`` and ``top_n``; ``/execute`` records
+    ``env`` and ``call``. Raises ``LedgerCorrupt`` where the recorded call is none that the run's
+    own contract takes.
     """
     if "query" in data:
         return str(data["query"]).strip()
@@ -35,6 +40,14 @@ def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
         raise errors.LedgerCorrupt(
             f"a recorded request is none that this run takes: {exc.message}"
         ) from None
+
+
+def recorded_top_n(data: Mapping[str, Any]) -> int:
+    """How many passages a ``retrieval.requested`` record asks for. Raises ``LedgerCorrupt``."""
+    top_n = data.get("top_n", TOP_N)
+    if type(top_n) is not int or top_n < 1:
+        raise errors.LedgerCorrupt("a recorded request does not say how many passages it asks for")
+    return top_n
 
 
 def readable_query(data: Mapping[str, Any]) -> str:

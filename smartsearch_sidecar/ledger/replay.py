@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.queries import recorded_query, rules_of
+from smartsearch_sidecar.ledger.queries import recorded_query, recorded_top_n, rules_of
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.record import Kind, Line
 
@@ -53,8 +53,8 @@ class HasDocuments(Protocol):
         ...
 
 
-Search = Callable[[str, float], Awaitable[HasDocuments]]
-"""A query and a deadline (loop clock) to documents: ``Guard.search``."""
+Search = Callable[[str, float, int], Awaitable[HasDocuments]]
+"""A query, a deadline (loop clock) and how many passages, to documents: ``Guard.search``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,7 @@ async def replay(
 class _Asked:
     number: int
     query: str
+    top_n: int
     documents: Sequence[Document]
 
 
@@ -132,7 +133,7 @@ class _Recorded:
         self.scan = Scan(reader, History(claim, documents=True), progress=progress)
         self._lines = iter(self.scan)
         self._rules = rules_of(claim)
-        self._queries: dict[int, str] = {}
+        self._open: dict[int, tuple[str, int]] = {}
 
     def take(self, most: int) -> list[_Asked]:
         """The next ones; empty at the journal's end."""
@@ -150,14 +151,14 @@ class _Recorded:
         if number is None:
             return None
         if kind == Kind.RETRIEVAL_REQUESTED:
-            self._queries[number] = recorded_query(data, self._rules)
+            self._open[number] = (recorded_query(data, self._rules), recorded_top_n(data))
         elif kind == Kind.RETRIEVAL_FAILED:
-            self._queries.pop(number, None)
+            self._open.pop(number, None)
         elif kind == Kind.RETRIEVAL_ANSWERED:
             documents = data.get("documents")
             if not isinstance(documents, list):
                 raise errors.LedgerCorrupt(f"{self.scan.place}: an answer without documents")
-            return _Asked(number, self._queries.pop(number), documents)
+            return _Asked(number, *self._open.pop(number), documents)
         return None
 
 
@@ -170,7 +171,7 @@ async def _ask(batch: list[_Asked], search: Search, concurrency: int, result: Re
         async with free:
             try:
                 async with asyncio.timeout(SEARCH_SECONDS):
-                    found = await search(asked.query, loop.time() + SEARCH_SECONDS)
+                    found = await search(asked.query, loop.time() + SEARCH_SECONDS, asked.top_n)
             except errors.SidecarError as exc:
                 return Outcome.FAILED, exc.message
             except TimeoutError:

@@ -94,7 +94,12 @@ def _quoted(text: str) -> str:
 
 
 def _requested(data: Mapping[str, Any]) -> str:
-    return _quoted(readable_query(data))
+    parts = [_quoted(readable_query(data))]
+    if "route" in data:  # another trainer's client
+        parts.append(printable(f"/{data['route']}, {data['top_n']} passages"))
+    if "items" in data:
+        parts.append(f"{data['item']:,} of {data['items']:,}")
+    return "  ".join(parts)
 
 
 def _answered(data: Mapping[str, Any]) -> str:
@@ -154,7 +159,9 @@ def _checkpoint(data: Mapping[str, Any]) -> str:
 
 
 def _lost(data: Mapping[str, Any]) -> str:
-    return printable(f"the client had gone: {data['stage']}")
+    others = len(data.get("others", ()))
+    more = f"; {others:,} more searches of its batch" if others else ""
+    return printable(f"the client had gone: {data['stage']}{more}")
 
 
 def _score_requested(data: Mapping[str, Any]) -> str:
