@@ -16,9 +16,9 @@ BEGIN: Final = "<!-- differences:begin -->"
 END: Final = "<!-- differences:end -->"
 OPENING: Final = """## Where we differ from the reference
 
-The reference is `agentinputlab==0.1.0a1`. Both are driven side by side in `tests/parity`, where each
-row has a test; with `profile = "reference"` the rows of the training profile do not apply, and for
-callers one at a time there are no other differences.
+The reference is `agentinputlab==0.1.0a1`. Both are driven side by side in `tests/parity`, where
+each row has a test. With `profile = "reference"` the rows of the training profile do not apply, and
+for callers one at a time there are no other differences than these.
 """
 
 

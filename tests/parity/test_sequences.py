@@ -14,7 +14,6 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,8 @@ SOAK_BODIES = 100_000
 TAG = re.compile(r"</?(?:search|result|answer|think)>", re.IGNORECASE)
 
 
-def run(coroutine: Coroutine[Any, Any, int]) -> int:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(coroutine)
+def new_runner() -> asyncio.Runner:
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
 def play_generated(
@@ -64,10 +62,11 @@ def play_generated(
     def hold(sequence: Sequence) -> None:
         nonlocal played
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            played += run(play(Path(place), sequence))
+            played += runner.run(play(Path(place), sequence))
 
     try:
-        hold()
+        with new_runner() as runner:
+            hold()
     except BaseException as error:
         error.add_note(f"PARITY_SEED={number}")
         raise
@@ -148,9 +147,10 @@ async def test_recorded_bodies_that_are_refused(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_soak_recorded_bodies_each_in_a_run_of_its_own(tmp_path: Path) -> None:
     """Each recorded body closes or leaves the latch of a new run for the same cause."""
-    for step, _, _ in recorded():
-        with tempfile.TemporaryDirectory(dir=tmp_path) as place:
-            run(play(Path(place), Sequence((step,))))
+    with new_runner() as runner:
+        for step, _, _ in recorded():
+            with tempfile.TemporaryDirectory(dir=tmp_path) as place:
+                runner.run(play(Path(place), Sequence((step,))))
 
 
 @pytest.mark.soak
