@@ -364,6 +364,22 @@ def test_segment_is_continued_where_it_ends(tmp_path: Path) -> None:
     assert segment.read_bytes() == b"one\ntwo\nthree\n"
 
 
+def test_what_a_resume_has_read_is_durable(tmp_path: Path) -> None:
+    """Lines that a killed process left unsynced are read back: from then on they must stay."""
+    disk = ForgetfulDisk(tmp_path)
+    files = created(tmp_path / "run", disk=disk)
+    files.create_only(CLAIM, b"{}")
+    files.start_segment(1)
+    files.append(b"one\ntwo\n", sync=False)
+    files.close()
+    again = RunFiles(tmp_path / "run", disk=disk)
+    again.resume()
+    again.continue_segment(1, 8, keep=8, newline=False)
+    again.close()
+    disk.power_loss()
+    assert (tmp_path / "run" / JOURNAL / "000001.jsonl").read_bytes() == b"one\ntwo\n"
+
+
 def test_segment_that_grew_meanwhile_is_refused(tmp_path: Path) -> None:
     """Something else writes it: nothing is trimmed on the word of an earlier look."""
     run = begun(tmp_path / "run")

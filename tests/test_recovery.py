@@ -14,7 +14,7 @@ from smartsearch_sidecar.ledger.disk import CLAIM, ENDPOINTS, JOURNAL, LATCH, Di
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.history import Tail
 from smartsearch_sidecar.ledger.reader import RunReader
-from smartsearch_sidecar.ledger.record import Kind
+from smartsearch_sidecar.ledger.record import Kind, draft, encode_line
 from smartsearch_sidecar.ledger.recovery import (
     Action,
     Body,
@@ -28,6 +28,7 @@ from smartsearch_sidecar.ledger.reopen import Reopened, reopen
 from smartsearch_sidecar.runstate import Cause
 from tests.fakes.disk import Crash, CrashingDisk
 from tests.fakes.journals import (
+    AT,
     Written,
     answered,
     closed,
@@ -397,6 +398,18 @@ def test_changed_claim_is_refused(run: Written) -> None:
     refused(run, r"claim.json is not the one the first record chains to")
     (run.directory / CLAIM).unlink()
     refused(run, r"claim.json is missing")
+
+
+def test_first_record_names_the_claim_it_chains_to(tmp_path: Path) -> None:
+    """It says so twice: by its place in the chain, and in its data."""
+    run = write_run(tmp_path / "run", [])
+    data = {"max_calls": 1, "claim_sha256": "0" * 64}
+    item = draft(Kind.RUN_CLAIMED, None, data)
+    run.segment.write_bytes(encode_line(item, seq=1, at=AT, prev=run.heads[0])[0])
+    refused(run, "the first record names another claim.json")
+    item = draft(Kind.RUN_CLOSED, None, {})
+    run.segment.write_bytes(encode_line(item, seq=1, at=AT, prev=run.heads[0])[0])
+    refused(run, "the first record is run.closed, not run.claimed")
 
 
 def test_journal_that_does_not_begin_with_the_claim_is_refused(tmp_path: Path) -> None:

@@ -465,8 +465,12 @@ async def test_overflow_while_writing_stops_the_task(
     async with writing(tmp_path / "run", disk=disk) as run:
         first = await overflow(run, disk)
         assert (await first).seq == 1
-        await run.writer.close()
+        assert run.writer._task is not None
+        await asyncio.wait_for(run.writer._task, 10)  # by itself: nobody has closed it
         assert run.numbers() == [1]
+        latch = run.latch()
+        assert latch is not None
+        assert latch["cause"] == "ledger_failed"
 
 
 async def test_second_failure_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,10 +491,13 @@ async def test_failures_raised_again_are_new(tmp_path: Path) -> None:
     async with writing(tmp_path / "run", disk=FullDisk(0)) as run:
         with pytest.raises(errors.LedgerFailed) as first:
             await run.writer.flush(record(1))
-        with pytest.raises(errors.LedgerFailed) as second:
-            run.writer.post(record(2))
-        assert second.value is not first.value
-        assert second.value.message == first.value.message
+        raised = {id(first.value): first.value}
+        for number in (2, 3):
+            with pytest.raises(errors.LedgerFailed) as later:
+                run.writer.post(record(number))
+            raised[id(later.value)] = later.value
+        assert len(raised) == 3
+        assert {failure.message for failure in raised.values()} == {first.value.message}
 
 
 # --- the latch ------------------------------------------------------------------------------------

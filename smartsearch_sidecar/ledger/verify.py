@@ -146,7 +146,7 @@ def verify(
             checkpoint = _checkpoint(line)
         if receipt is not None and line.seq == receipt.seq:
             at_receipt = line
-    verdict = judge(observe(scan, latch, served=served and not live))
+    verdict = judge(observe(scan, latch, served=served))
     problem = scan.problem
     if problem is None and verdict.action is Action.REFUSE:
         problem = Problem(LATCH if latch is not None else "journal", 0, 0, verdict.reason or "")
