@@ -29,6 +29,7 @@ from tests.fakes.disk import (
     ReadOnlyDisk,
 )
 from tests.fakes.journals import latched
+from tests.web.rawclient import until
 
 CLAIM_BYTES = b'{"claim": true}\n'
 SMALL = 10**6
@@ -182,6 +183,26 @@ async def test_record_without_a_receipt_rides_the_next_sync(tmp_path: Path) -> N
         assert run.numbers() == [1, 2, 3]
         disk.power_loss()
         assert run.numbers() == [1, 2]
+
+
+async def test_record_without_a_receipt_shares_the_next_write(tmp_path: Path) -> None:
+    """A quick search costs one write and one sync: its request waits a moment for its answer."""
+    disk = CountingDisk()
+    async with writing(tmp_path / "run", disk=disk) as run:
+        run.writer.post(record(1))
+        await run.writer.flush(record(2))
+        assert run.batches == [2]
+        assert disk.calls == {"write": 1, "sync": 1}
+
+
+@pytest.mark.both_loops
+async def test_record_without_a_receipt_is_written_by_itself(tmp_path: Path) -> None:
+    """Where nothing follows, it is on its way to the disk within a moment."""
+    async with writing(tmp_path / "run") as run:
+        run.writer.post(record(1))
+        assert not run.writer.idle
+        await until(lambda: run.writer.idle)
+        assert run.numbers() == [1]
 
 
 async def test_segments_rotate_by_size_and_lose_nothing(tmp_path: Path) -> None:
