@@ -300,6 +300,23 @@ def test_call_the_contract_does_not_take_is_damage(tmp_path: Path) -> None:
         export_reference(run.directory, tmp_path / "out")
 
 
+def test_search_by_another_route_is_not_exported(tmp_path: Path) -> None:
+    """The reference knows no other route: a gap in its numbers would look like a lost request."""
+    data = {"route": "search", "query": "q", "top_n": 3}
+    run = write_run(tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data), answered(1, "q")])
+    with pytest.raises(errors.UsageError, match="search 1 came by /search"):
+        export_reference(run.directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("data", [{"route": 7}, {"route": None}, {"env": 1}, {}])
+def test_request_of_no_known_shape_is_damage(tmp_path: Path, data: dict[str, Any]) -> None:
+    """A sentence, not a traceback."""
+    run = write_run(tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data)])
+    with pytest.raises(errors.LedgerCorrupt):
+        export_reference(run.directory, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "claim", [{"retrieval": None}, {"environment": None, "accepted_environment_sha256": 3}]
 )

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
+from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.ledger.replay import FIRST_DIFFERENCES, Outcome, Replayed, compare, replay
 from smartsearch_sidecar.retrieval.guard import Guard
 from tests.fakes.journals import Written, answered, closed, failed, requested, searches, write_run
@@ -133,6 +134,27 @@ async def test_search_that_fails_is_a_difference(run: Written) -> None:
     assert result.counts[Outcome.FAILED] == 30
     assert not result.same
     assert "the provider failed" in result.differences[0].detail
+
+
+async def test_other_routes_are_asked_as_they_were(tmp_path: Path) -> None:
+    """A search for three passages is held against an answer of three."""
+    data = {"route": "retrieve", "query": " q ", "top_n": 3}
+    documents = documents_for("q", 3)
+    run = write_run(
+        tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data), answered(1, "q", documents)]
+    )
+    provider = FakeProvider()
+    result = await replayed(run, provider)
+    assert (result.counts[Outcome.EQUAL], provider.queries) == (1, ["q"])
+
+
+@pytest.mark.parametrize("top_n", [0, "3", None, True])
+async def test_request_without_a_number_of_passages_is_damage(tmp_path: Path, top_n: Any) -> None:
+    """A sentence, not a traceback."""
+    data = {"route": "retrieve", "query": "q", "top_n": top_n}
+    run = write_run(tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data), answered(1, "q", [])])
+    with pytest.raises(errors.LedgerCorrupt, match="how many passages"):
+        await replayed(run, FakeProvider())
 
 
 async def test_only_so_many_are_asked_at_once(run: Written) -> None:

@@ -130,6 +130,11 @@ CHECKPOINT = {"step": 1200, "path": "ckpt/1200", "manifest_sha256": None}
     [
         (requested(3, "who was Ada?"), Tone.PLAIN, ["who was Ada?"]),
         ((Kind.RETRIEVAL_REQUESTED, 1, {"env": "e", "call": "odd()"}), Tone.PLAIN, ["odd()"]),
+        (
+            (Kind.RETRIEVAL_REQUESTED, 1, {"route": "search", "query": HOSTILE, "top_n": 3}),
+            Tone.PLAIN,
+            ["/search, 3 passages", "\\x1b]0;owned"],
+        ),
         (answered(3, "", TITLES), Tone.GOOD, ["Ada Lovelace · ", "miss, 0.0 ms"]),
         (answered(3, "", []), Tone.GOOD, ["no passage"]),
         (failed(3), Tone.BAD, ["retrieval_failed: the provider failed"]),

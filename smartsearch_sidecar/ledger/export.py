@@ -123,7 +123,7 @@ class _Layout:
         for line in scan:
             try:
                 self._line(line)
-            except (KeyError, TypeError) as exc:
+            except (AttributeError, LookupError, TypeError, ValueError) as exc:
                 reason = f"the {line.record.kind} record cannot be exported ({exc!r:.80})"
                 raise errors.LedgerCorrupt(f"{scan.place}: {reason}") from None
         if scan.problem is not None:
