@@ -1,0 +1,451 @@
+"""Rewards of current verl, through the sidecar beside it.
+
+One file for the trainer's own Python (3.10, standard library only). Give it to verl with
+
+    reward.custom_reward_function.path=.../verl_reward.py
+    reward.custom_reward_function.name=compute_score        (or compute_score_async)
+    reward.reward_manager.name=naive                        (or dapo, or remote)
+
+and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where Ray is started.
+``compute_score_batch`` is for the ``batch`` manager that verl had until 0.6.
+
+verl's managers hand over the response alone, decoded without special tokens. The sidecar's scorer
+reads prompt and response as the pinned trainer has them, so they are put together again here: from
+``extra_info["question"]``, or from ``extra_info["prompt"]`` (messages, or the rendered template).
+``reward_kwargs.think_prefilled`` says whether the generation prompt ends in ``<think>``, as the
+pinned one does; where nobody says it, it is taken to unless the response begins with the tag.
+
+Rows that arrive together travel together: verl scores a step's rollouts all at once and in several
+processes, and a request each would fill the sidecar's waiting room.
+
+A manager may catch an exception and put 0.0 in its place; ``rate_limited`` and ``prime`` do. Both
+are refused when this file is loaded, and again at each call. After the first failure of a process
+whatever is asked is refused, and the sidecar is asked to close its latch. What is raised is a plain
+``RuntimeError``: Ray can carry it to the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.client
+import inspect
+import json
+import logging
+import math
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+from urllib.parse import urlsplit
+
+# --- the link to the sidecar: the same lines in both files of this folder; a test compares them ---
+
+ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
+BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
+"""Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
+REWARD_SECONDS = float(os.environ.get("SMARTSEARCH_SIDECAR_REWARD_SECONDS", "660"))
+"""Above the sidecar's ``reward.deadline_seconds`` (600), so that the sidecar gives up first."""
+LATCH_SECONDS = 5.0
+ENDPOINTS_BYTES_MAX = 65536
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+
+
+class _Trouble(Exception):
+    """What is wrong, as a sentence. It never leaves this file: Ray cannot carry a class that only
+    this file knows, and would show none of the sentence.
+    """
+
+    def __init__(self, sentence: str, *, latch: bool = True) -> None:
+        super().__init__(sentence)
+        self.latch = latch
+
+
+class _Failed:
+    """The first failure of this process, which is also its last."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_Failed], tuple[()]]:
+        """A lock cannot travel; a worker that is sent this file's functions begins afresh."""
+        return _Failed, ()
+
+    @contextlib.contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Refuses after a failure; makes any failure of the block the first, and a sentence."""
+        if self.first is not None:
+            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
+        latch = True
+        try:
+            yield
+            return
+        except _Trouble as exc:
+            sentence, latch = f"{what}: {exc}", exc.latch
+        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
+            sentence = f"{what}: {type(exc).__name__}"
+        with self._lock:
+            is_first, self.first = self.first is None, self.first or sentence
+        if is_first and latch:
+            # Best effort: this process refuses whether or not the sidecar hears of it.
+            with contextlib.suppress(_Trouble):
+                _call("POST", "/latch", {"reason": f"the trainer: {sentence}"}, LATCH_SECONDS)
+        raise RuntimeError(sentence)
+
+
+def _endpoints() -> dict[str, str]:
+    """Both URLs, read at every call: a sidecar that was resumed has moved."""
+    path = os.environ.get(ENDPOINTS_VARIABLE)
+    if not path:
+        raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(ENDPOINTS_BYTES_MAX)
+    except OSError as exc:
+        raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
+    if mode & 0o077:
+        raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
+    try:
+        value = json.loads(raw)
+        for name in ("sandbox_url", "internal_url"):
+            url = urlsplit(value[name])
+            if url.scheme != "http" or not (url.hostname and url.port and url.path.strip("/")):
+                raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
+    return {name: value[name].rstrip("/") for name in ("sandbox_url", "internal_url")}
+
+
+def _call(method: str, path: str, value: Any, seconds: float) -> tuple[int, Any]:
+    """One try, no proxy, no redirect: status and JSON; raises ``_Trouble`` where there is none."""
+    url = urlsplit(_endpoints()["internal_url"])
+    try:
+        body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError):
+        raise _Trouble("a rollout or its answers are no text that can be sent") from None
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
+    try:
+        connection.request(method, url.path + path, body, headers)
+        answer = connection.getresponse()
+        raw = answer.read(ANSWER_BYTES_MAX + 1)
+    except (OSError, http.client.HTTPException) as exc:
+        raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
+    finally:
+        connection.close()
+    try:
+        if len(raw) > ANSWER_BYTES_MAX:
+            raise ValueError
+        # No sidecar quotes its own address; if something else does, it goes no further.
+        return answer.status, json.loads(raw.replace(url.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("what answered in the sidecar's place is none") from None
+
+
+def _why(status: int, value: Any) -> str:
+    """An error answer as words."""
+    error = value.get("error") if isinstance(value, dict) else None
+    if not isinstance(error, dict):
+        return f"the sidecar answered with status {status}"
+    return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
+
+
+def _finite(row: Any) -> float:
+    """The reward of one answered row."""
+    reward = row.get("reward") if isinstance(row, dict) else None
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise _Trouble("the sidecar answered something else than a finite number")
+    return float(reward)
+
+
+def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
+    """The rewards of at most ``BATCH_MAX`` rows, in order."""
+    status, value = _call("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
+    if status != 200:
+        raise _Trouble(_why(status, value))
+    rows = value.get("rewards") if isinstance(value, dict) else None
+    if not isinstance(rows, list) or len(rows) != len(items):
+        raise _Trouble("the sidecar answered another number of rewards than it was asked for")
+    return [_finite(row) for row in rows]
+
+
+def _answers(ground_truth: Any) -> Any:
+    """The reference answers as JSON has them; an array is one of numpy's, which is not imported."""
+    listed = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    return list(listed) if isinstance(listed, tuple) else listed
+
+
+_FAILED = _Failed()
+
+# --- end of the link ------------------------------------------------------------------------------
+
+END = "<|im_end|>"
+THINK = "<think>"
+THINKS_OF_THE_SYSTEM_PROMPT = 3
+"""The scorer takes the response from the fourth ``<think>`` on; the pinned prompt shows three."""
+UNSEEN_SYSTEM_PROMPT = (
+    "(The system prompt is not part of this record. The pinned one shows these: "
+    "<think> <think> <think>)"
+)
+_RENDERED = re.compile(
+    r"(?:<\|im_start\|>system\n(?P<system>.*?)<\|im_end\|>\n)?"
+    r"<\|im_start\|>user\n(?P<question>.*?)<\|im_end\|>\n"
+    r"<\|im_start\|>assistant\n(?P<response>.*)",
+    re.DOTALL,
+)
+SWALLOWING = {"rate_limited", "prime"}
+"""Managers that turn an exception into a reward of 0.0."""
+_CLASSES = ("RateLimitedReward", "PrimeReward")
+_MODULES = ("reward_manager.limited", "reward_manager.prime", "concurrent.futures.process")
+_SWALLOWED = (
+    "this reward manager turns every failure into a reward of 0.0: choose naive, dapo or remote"
+)
+
+
+def compute_score(
+    data_source: Any,
+    solution_str: Any,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    think_prefilled: bool | None = None,
+    **_given: Any,
+) -> float:
+    """The reward of one rollout, for managers that call from a thread or a process of their own.
+
+    Whatever ``data_source`` says, the pinned scorer scores, and declared questions only. Raises
+    ``RuntimeError`` for everything but a finite number.
+    """
+    swallowed = _is_swallowed()
+    row = functools.partial(
+        _row, solution_str, ground_truth, extra_info, think_prefilled, swallowed
+    )
+    try:
+        return _SENDER.submit(row).result()
+    except RuntimeError as exc:
+        raise _not_an_answer(exc) if swallowed else exc from None
+
+
+async def compute_score_async(
+    data_source: Any,
+    solution_str: Any,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    think_prefilled: bool | None = None,
+    **_given: Any,
+) -> float:
+    """The same for managers that await, without a thread for each row."""
+    swallowed = _is_swallowed()
+    row = functools.partial(
+        _row, solution_str, ground_truth, extra_info, think_prefilled, swallowed
+    )
+    try:
+        return await asyncio.wrap_future(_SENDER.submit(row))
+    except RuntimeError as exc:
+        raise _not_an_answer(exc) if swallowed else exc from None
+    except asyncio.CancelledError:
+        _SENDER.submit(_given_up)
+        raise
+
+
+def compute_score_batch(
+    data_sources: Sequence[Any],
+    solution_strs: Sequence[Any],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Any] | None = None,
+    *,
+    think_prefilled: bool | None = None,
+    **_given: Any,
+) -> list[float]:
+    """The rewards of many rollouts, in order, for a manager that hands over a whole batch."""
+    infos = [None] * len(solution_strs) if extra_infos is None else extra_infos
+    rows = zip(solution_strs, ground_truths, infos, strict=True)
+    waiting = [
+        _SENDER.submit(functools.partial(_row, *row, think_prefilled, False)) for row in rows
+    ]
+    return [reward.result() for reward in waiting]
+
+
+# --- rows that travel together --------------------------------------------------------------------
+
+
+class _Sender:
+    """One thread that posts what has gathered while it was posting before."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._gathered: deque[tuple[Future[float], Callable[[], dict[str, Any]]]] = deque()
+        self._process: int | None = None
+
+    def __reduce__(self) -> tuple[type[_Sender], tuple[()]]:
+        """A thread cannot travel; a worker that is sent this file's functions begins afresh."""
+        return _Sender, ()
+
+    def submit(self, make: Callable[[], dict[str, Any]]) -> Future[float]:
+        """The future reward of the row that ``make`` puts together, in the thread."""
+        reward: Future[float] = Future()
+        with self._change:
+            if self._process != os.getpid():  # the first call, or a fork: threads stay behind
+                self._process = os.getpid()
+                self._gathered.clear()
+                threading.Thread(target=self._run, name="sidecar-rewards", daemon=True).start()
+            self._gathered.append((reward, make))
+            self._change.notify()
+        return reward
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._gathered)
+                count = min(BATCH_MAX, len(self._gathered))
+                rows = [self._gathered.popleft() for _ in range(count)]
+            self._post([row for row in rows if row[0].set_running_or_notify_cancel()])
+
+    def _post(self, rows: list[tuple[Future[float], Callable[[], dict[str, Any]]]]) -> None:
+        if not rows:
+            return
+        try:
+            with _FAILED.guarding("no reward"):
+                rewards = _ask_batch([make() for _, make in rows])
+        except RuntimeError as exc:
+            for waiting, _ in rows:
+                waiting.set_exception(RuntimeError(str(exc)))
+        else:
+            for (waiting, _), reward in zip(rows, rewards, strict=True):
+                waiting.set_result(reward)
+
+
+_SENDER = _Sender()
+
+
+def _given_up() -> dict[str, Any]:
+    """Who stops waiting for a reward may put another in its place: that is a failure as well."""
+    raise _Trouble("the reward manager stopped waiting for a reward")
+
+
+# --- the text the scorer reads --------------------------------------------------------------------
+
+
+def _row(
+    solution: Any, ground_truth: Any, extra_info: Any, prefilled: bool | None, swallowed: bool
+) -> dict[str, Any]:
+    """One row of a request; raises ``_Trouble`` where its text cannot be put together."""
+    if swallowed:
+        raise _Trouble(_SWALLOWED)
+    if not isinstance(solution, str):
+        raise _Trouble("a rollout is no text")
+    return {
+        "solution_str": _text(solution, dict(extra_info or {}), prefilled),
+        "ground_truth": _answers(ground_truth),
+        "data_source": "re_call",
+    }
+
+
+def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> str:
+    """Prompt and response, in the form of the pinned trainer's template."""
+    prompt, question = extra_info.get("prompt"), extra_info.get("question")
+    system, asked, response = None, None, solution
+    if solution.startswith("<|im_start|>"):
+        system, asked, response = _rendered(solution)
+    elif isinstance(prompt, str) and "<|im_start|>" in prompt:
+        system, asked, opening = _rendered(prompt)
+        response = opening + solution
+    else:
+        if isinstance(prompt, str):
+            asked = prompt
+        elif prompt is not None:
+            system, asked = _turns(prompt)
+        if prefilled or (prefilled is None and not solution.startswith(THINK)):
+            response = THINK + solution
+    question = question or asked
+    if any(_lost_its_tokens(text) for text in (solution, question)):
+        raise _Trouble(
+            "special tokens are gone: a prompt was decoded without its <|im_start|>, and its turns "
+            "cannot be told apart; keep them, or hand over the response alone"
+        )
+    if not isinstance(question, str) or not question.strip():
+        raise _Trouble(
+            "verl hands over the response alone and extra_info has neither question nor prompt, so "
+            "the user turn cannot be put together: add one of them to the dataset"
+        )
+    if END in question or "<|im_start|>" in question:
+        raise _Trouble("a question holds special tokens of the template")
+    if system is None or system.count(THINK) != THINKS_OF_THE_SYSTEM_PROMPT:
+        system = UNSEEN_SYSTEM_PROMPT
+    return (
+        f"<|im_start|>system\n{system}{END}\n<|im_start|>user\n{question}{END}\n"
+        f"<|im_start|>assistant\n{response}"
+    )
+
+
+def _rendered(text: str) -> tuple[str | None, str, str]:
+    """System prompt, question, and what follows, of a rendered template."""
+    turns = _RENDERED.match(text)
+    if turns is None:
+        raise _Trouble(
+            "a prompt is not in the form of the pinned template (system, user, assistant)"
+        )
+    return turns["system"], turns["question"], turns["response"]
+
+
+def _lost_its_tokens(text: Any) -> bool:
+    """Whether this is a rendered prompt whose special tokens were skipped in decoding."""
+    return isinstance(text, str) and (
+        text.startswith(("system\n", "user\n")) and "\nassistant\n" in text
+    )
+
+
+def _turns(messages: Any) -> tuple[str | None, Any]:
+    """The system prompt and the one question of a list of messages."""
+    try:
+        turns = [(message["role"], message["content"]) for message in messages]
+    except (TypeError, KeyError, IndexError):
+        raise _Trouble("extra_info's prompt is no text and no list of messages") from None
+    roles = [role for role, _ in turns]
+    if roles not in (["user"], ["system", "user"]):
+        raise _Trouble("extra_info's prompt must be a user message, after a system message at most")
+    system = turns[0][1] if len(turns) > 1 else None
+    return (system if isinstance(system, str) else None), turns[-1][1]
+
+
+# --- managers that swallow ------------------------------------------------------------------------
+
+
+def _is_swallowed() -> bool:
+    """Whether such a manager, or its process pool, is among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = type(frame.f_locals.get("self")).__name__
+        module = str(frame.f_globals.get("__name__"))
+        if owner.startswith(_CLASSES) or module.endswith(_MODULES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _not_an_answer(exc: RuntimeError) -> asyncio.CancelledError:
+    """The one exception that neither these managers nor Ray take for an answer."""
+    logging.getLogger("smartsearch_sidecar").error("%s", exc)  # Ray drops the sentence
+    return asyncio.CancelledError(str(exc))
+
+
+def _refuse_to_be_loaded() -> None:
+    """Reads the manager's name in the configuration of whoever loads this file."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        config = frame.f_locals.get("config")
+        for section in ("reward", "reward_model"):  # its place since 0.8, and before
+            manager = getattr(getattr(config, section, None), "reward_manager", None)
+            if str(getattr(manager, "name", manager)) in SWALLOWING:
+                raise RuntimeError(_SWALLOWED)
+        frame = frame.f_back
+
+
+_refuse_to_be_loaded()
