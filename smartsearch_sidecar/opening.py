@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.claim import build_claim
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
@@ -40,9 +41,18 @@ def take_directory(files: RunFiles, *, resume: bool) -> Reopened | None:
         found = reopen(files)
         files.remove(ENDPOINTS)  # a killed process left it: nobody is to be sent to its port
         return found
+    except OSError as exc:
+        files.close()
+        raise _unwritable(files, exc) from None
     except BaseException:
         files.close()
         raise
+
+
+def _unwritable(files: RunFiles, exc: OSError) -> errors.RunDirectoryError:
+    return errors.RunDirectoryError(
+        f"run directory {files.directory} cannot be written: {exc.strerror or exc}"
+    )
 
 
 def claimed_data(config: Config, claim: bytes) -> dict[str, Any]:
@@ -81,7 +91,10 @@ async def begin(
         require_same_claim(files.directory, found.claim, claim)
         claim = found.claim
     else:
-        await asyncio.to_thread(files.create_only, CLAIM, claim)
+        try:
+            await asyncio.to_thread(files.create_only, CLAIM, claim)
+        except OSError as exc:
+            raise _unwritable(files, exc) from None
     begun = found is not None and found.begun
     recorder: Recorder
     writer = Writer(
@@ -94,12 +107,16 @@ async def begin(
     )
     recorder = Recorder(found.state if found is not None else RunState(), writer)
     writer.start()
-    if found is None or not begun:
-        await recorder.record(Kind.RUN_CLAIMED, None, claimed_data(config, claim))
-    else:
-        await recorder.record(Kind.RUN_RESUMED, None, found.resumed_data())
-    if found is not None:
-        await _close_if_broken(recorder, found, config)
+    try:
+        if found is None or not begun:
+            await recorder.record(Kind.RUN_CLAIMED, None, claimed_data(config, claim))
+        else:
+            await recorder.record(Kind.RUN_RESUMED, None, found.resumed_data())
+        if found is not None:
+            await _close_if_broken(recorder, found, config)
+    except BaseException:
+        await writer.close()  # before the caller lets go of the files
+        raise
     return recorder
 
 

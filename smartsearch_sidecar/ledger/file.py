@@ -65,14 +65,21 @@ class RunFiles:
         except OSError as exc:
             if os.path.lexists(self.directory):
                 raise self._exists() from None
-            raise errors.RunDirectoryError(
-                f"run directory {self.directory} cannot be made: {exc.strerror}"
-            ) from None
+            raise self._not_made(exc) from None
         self.disk.point("directory:made")
-        self.lock()
-        self._make_journal()
-        for place in missing:
-            self._sync_directory(place.parent)
+        try:
+            self.lock()
+            self._make_journal()
+            for place in missing:
+                self._sync_directory(place.parent)
+        except OSError as exc:
+            self.abandon()
+            raise self._not_made(exc) from None
+
+    def _not_made(self, exc: OSError) -> errors.RunDirectoryError:
+        return errors.RunDirectoryError(
+            f"run directory {self.directory} cannot be made: {exc.strerror or exc}"
+        )
 
     def _exists(self) -> errors.RunDirectoryError:
         served = False
@@ -139,7 +146,8 @@ class RunFiles:
     def abandon(self) -> None:
         """Undoes ``create`` for a run that never began: a directory with a claim is left alone."""
         if not (self.directory / CLAIM).exists():
-            (self.directory / LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that has gone keeps what it has
+                (self.directory / LOCK).unlink(missing_ok=True)
             for empty in (self.directory / JOURNAL, self.directory):
                 with contextlib.suppress(OSError):  # not empty: somebody else's files, left alone
                     empty.rmdir()
