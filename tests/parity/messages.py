@@ -20,12 +20,14 @@ SIZE = len(BODY)
 @dataclass(frozen=True)
 class Outcome:
     """Of one request to a run that is open: status, ``error.code``, and the latch's cause if it
-    closes. No status: the connection ends without a status line.
+    closes. No status: the connection ends without a status line; ``unheard``: it may, for the
+    client has left, and whether it is still told so is a matter of one turn of the loop.
     """
 
     status: int | None
     code: str | None = None
     cause: str | None = None
+    unheard: bool = False
 
 
 ANSWERED = Outcome(200)
@@ -172,7 +174,7 @@ _CUT_OFF: dict[str, tuple[bytes, str, Outcome, Outcome]] = {
         _CUT,
         "half_closed",
         ANSWERED,
-        Outcome(None, None, "response_undelivered"),
+        Outcome(502, "response_undelivered", "response_undelivered", unheard=True),
     ),
 }
 

@@ -200,6 +200,8 @@ def _fits(outcome: Outcome, moment: Moment, said: Said, state: State, cause: str
         latched = outcome.cause is not None
         if latched != state.latched or (latched and cause != outcome.cause):
             return False
+    if outcome.unheard and said.status is None:
+        return True
     return (said.status, said.code) == (outcome.status, outcome.code)
 
 
