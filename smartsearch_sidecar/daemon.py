@@ -22,6 +22,7 @@ from smartsearch_sidecar.assembly import Parts, assemble
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.record import Kind
+from smartsearch_sidecar.ledger.reopen import Reopened
 from smartsearch_sidecar.listening import Endpoints, bind
 from smartsearch_sidecar.opening import take_directory
 from smartsearch_sidecar.retrieval.provider import Provider
@@ -99,26 +100,28 @@ class Daemon:
 
         Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
         """
-        found = await asyncio.to_thread(take_directory, self.files, resume=self._resume)
-        server: EdgeServer | None = None
+        server = self._edge()
         listening: list[asyncio.Server] = []
         try:
-            server = self._edge()
+            # Listening first: reading a long history or a large index must not silence `/livez`.
             self.port = await self._listen(server, listening)
-            parts = await assemble(
-                self.config,
-                self.files,
-                found,
-                provider=self._provider,
-                progress=self._progress,
+            found = await asyncio.to_thread(
+                take_directory, self.files, resume=self._resume, progress=self._progress
             )
+            parts = await self._assemble(found)
         except BaseException:
             _close_listeners(listening)
-            await asyncio.to_thread(self.files.abandon)
             raise
-        endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
-        await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
         service = parts.service
+        endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
+        try:
+            await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
+        except OSError as exc:
+            await self._wind_down(parts, server, listening)
+            raise errors.RunDirectoryError(
+                f"{ENDPOINTS} cannot be written in {self.files.directory}: {exc.strerror or exc}; "
+                "nobody could find the run, so it is not served"
+            ) from None
         self.app.serve_with(service, parts.scoring)
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
         if self._on_ready is not None:
@@ -137,6 +140,15 @@ class Daemon:
             keepalive_seconds=self.config.server.idle_seconds,
             connections_max=self.config.server.connections_max,
         )
+
+    async def _assemble(self, found: Reopened | None) -> Parts:
+        try:
+            return await assemble(
+                self.config, self.files, found, provider=self._provider, progress=self._progress
+            )
+        except BaseException:
+            await asyncio.to_thread(self.files.abandon)
+            raise
 
     async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
         """Binds both listeners before the index loads, so that a taken port is told at once."""
@@ -184,7 +196,10 @@ class Daemon:
         await drain(server, CONNECTIONS_CLOSE_SECONDS)
         if self._probes is not None:
             await drain(self._probes, CONNECTIONS_CLOSE_SECONDS)
-        await parts.close()
+        try:
+            await parts.close()
+        except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
+            self._log.error("what answered could not be closed", reason=type(exc).__name__)
         await self._record_end(service)
         await service.writer.close()
         await asyncio.to_thread(self._close_files)
@@ -192,8 +207,12 @@ class Daemon:
         self._log.info("stopped", latched=cause.cause if cause else None)
 
     def _close_files(self) -> None:
-        self.files.remove(ENDPOINTS)
-        self.files.close()
+        try:
+            self.files.remove(ENDPOINTS)
+        except OSError as exc:
+            self._log.error("a dead address is left behind", file=ENDPOINTS, reason=exc.strerror)
+        finally:
+            self.files.close()
 
     async def _record_end(self, service: Service) -> None:
         state = service.state

@@ -16,6 +16,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.claim import build_claim
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
+from smartsearch_sidecar.ledger.reader import Progress
 from smartsearch_sidecar.ledger.record import Kind, claim_digest
 from smartsearch_sidecar.ledger.reopen import Reopened, reopen, require_same_claim
 from smartsearch_sidecar.ledger.verify import describe_previous
@@ -27,18 +28,21 @@ from smartsearch_sidecar.scores import quotas_of
 MIB = 1024 * 1024
 
 
-def take_directory(files: RunFiles, *, resume: bool) -> Reopened | None:
+def take_directory(
+    files: RunFiles, *, resume: bool, progress: Progress | None = None
+) -> Reopened | None:
     """Makes the directory, or reads the run in it; returns what was found there. Blocking.
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
-    command. Raises ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is none of ours.
+    command; ``progress`` is told bytes of its journal read, and in all. Raises
+    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is none of ours.
     """
     if not resume or not files.directory.exists():
         files.create()
         return None
     files.resume()
     try:
-        found = reopen(files)
+        found = reopen(files, progress=progress)
         files.remove(ENDPOINTS)  # a killed process left it: nobody is to be sent to its port
         return found
     except OSError as exc:

@@ -100,4 +100,4 @@ class Recorder:
         if receipt is not None and not receipt.done():
             await asyncio.shield(receipt)
         if self.writer.failure is not None:
-            raise self.writer.failure
+            raise errors.LedgerFailed(self.writer.failure.message)

@@ -93,7 +93,10 @@ class Service:
         data: dict[str, Any] = {"stage": stage}
         if others:
             data["others"] = list(others)
-        self.recorder.post(Kind.DELIVERY_LOST, number, data)
+        try:
+            self.recorder.post(Kind.DELIVERY_LOST, number, data)
+        except errors.LedgerFailed:
+            return  # after the end of the ledger, or beside its failure: that is the cause
         if self.policy.latch_undelivered:
             self.recorder.close_latch(
                 "response_undelivered",

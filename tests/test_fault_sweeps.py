@@ -228,7 +228,6 @@ class NoEndpoints(Disk):
         return super().open(path, flags)
 
 
-@pytest.mark.xfail(run=False, reason="the daemon lets go of nothing where endpoints.json fails")
 async def test_endpoints_that_cannot_be_written(tmp_path: Path) -> None:
     """A run that nobody could find is not served: a named error, and the lock is given back."""
     message = await served_and_stopped(tmp_path / "run", disk=NoEndpoints())
@@ -238,7 +237,6 @@ async def test_endpoints_that_cannot_be_written(tmp_path: Path) -> None:
     assert isinstance(after, dict), after
 
 
-@pytest.mark.xfail(reason="the daemon's end fails over its endpoints.json")
 async def test_endpoints_that_cannot_be_removed(tmp_path: Path) -> None:
     """A leftover address does not cost a run its end or its exit code."""
     async with served(tmp_path / "run") as run:
@@ -254,7 +252,6 @@ class CannotClose(FakeProvider):
         raise RuntimeError("still busy")
 
 
-@pytest.mark.xfail(reason="the daemon's end fails over its provider's")
 async def test_provider_that_cannot_be_closed(tmp_path: Path) -> None:
     """Every answer was recorded by then: so is the end, and the exit code is the run's."""
     async with served(tmp_path / "run", provider=CannotClose()) as run:
