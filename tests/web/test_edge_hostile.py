@@ -487,7 +487,7 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
             answer = await client.rest()
             client.close()
             # A connection the server has not met yet is not one it has finished with.
-            await until(lambda: handled > before or bool(served.seen.faults))  # noqa: B023
+            await until(lambda before=before: handled > before or bool(served.seen.faults))
             await served.emptied()
             assert CAPABILITY not in answer, data
             assert len(served.seen.faults) <= 1, data
