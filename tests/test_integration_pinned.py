@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ from tests.fakes.reward_server import (
     error,
     reward_server,
 )
-from tests.fakes.rewarded import QUESTION, TRUTH, rewarded
+from tests.fakes.rewarded import TRUTH, rewarded
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "smartsearch_sidecar" / "integrations" / "smartsearch_reward.py"
@@ -74,14 +72,10 @@ def batch_of(run: Any, given: list[dict[str, Any]]) -> trainer.Batch:
 
 def scored(given: list[dict[str, Any]]) -> list[float]:
     """The rewards the server gives for these rows."""
+    texts = [row["prompt"] + row["response"] for row in given]
     return [
-        digest_reward(
-            {
-                "solution_str": row["prompt"] + row["response"],
-                "ground_truth": row["ground_truth"],
-            }
-        )
-        for row in given
+        digest_reward({"solution_str": text, "ground_truth": row["ground_truth"]})
+        for text, row in zip(texts, given, strict=True)
     ]
 
 
@@ -233,11 +227,8 @@ def test_one_rollout_is_scored_without_a_trainer(
     text = rollouts.decoded(rollouts.prompt("cafe\u0301?"))
     reward = function("re_call", None, text, Array())
     (sent,) = server.asked("/reward")
-    assert sent == {
-        "solution_str": text,
-        "ground_truth": ["東京", "Tokyo"],
-        "data_source": "re_call",
-    }
+    assert [sent.pop("data_source"), sent["solution_str"]] == ["re_call", text]
+    assert sent["ground_truth"] == ["東京", "Tokyo"]
     assert reward == pytest.approx(digest_reward(sent))
     assert type(reward) is float
     function("re_call", None, text, ("a", "b"))
@@ -298,10 +289,8 @@ def test_a_batch_needs_a_reward_for_each_row(
 def test_no_secret_is_in_an_error(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that quotes its address back does not get it into the message or the latch."""
     function = load_alone(monkeypatch)
-    server.answers["/reward"] = (
-        500,
-        {"error": {"code": "odd", "message": f"at {server.internal_url}/reward"}},
-    )
+    quoting = {"code": "odd", "message": f"at {server.internal_url}/reward"}
+    server.answers["/reward"] = (500, {"error": quoting})
     with pytest.raises(RuntimeError) as seen:
         score_one(function)
     said = repr(seen.value) + json.dumps(server.asked("/latch"))
@@ -499,23 +488,7 @@ def test_only_a_checkpoint_with_its_receipt_is_loaded(server: RewardServer, tmp_
     assert second.actor_rollout_wg.loaded == [str(tmp_path / "global_step_2" / "actor")]
 
 
-def _gone(receipt: Path) -> None:
-    receipt.unlink()
-
-
-def _other_step(receipt: Path) -> None:
-    receipt.write_text(json.dumps({**json.loads(receipt.read_text()), "step": 2}))
-
-
-def _a_refusal(receipt: Path) -> None:
-    receipt.write_text(json.dumps({**json.loads(receipt.read_text()), "accepted": False}))
-
-
-def _torn(receipt: Path) -> None:
-    receipt.write_text(receipt.read_text()[:-20])
-
-
-@pytest.mark.parametrize("spoil", [_gone, _other_step, _a_refusal, _torn])
+@pytest.mark.parametrize("spoil", [{"step": 2}, {"accepted": False}, {"head": "?"}, "gone", "torn"])
 @pytest.mark.usefixtures("pinned")
 def test_a_checkpoint_without_a_receipt_is_not_loaded(
     spoil: Any, server: RewardServer, tmp_path: Path
@@ -523,7 +496,13 @@ def test_a_checkpoint_without_a_receipt_is_not_loaded(
     """The workers are never asked to load it, and the served run is not blamed."""
     first = build(tmp_path)
     first.fit([batch_of(first, rows(1))])
-    spoil(tmp_path / "global_step_1" / "sidecar_receipt.json")
+    receipt = tmp_path / "global_step_1" / "sidecar_receipt.json"
+    text = receipt.read_text()
+    if spoil == "gone":
+        receipt.unlink()
+    else:
+        whole = text[:-20] if spoil == "torn" else json.dumps({**json.loads(text), **spoil})
+        receipt.write_text(whole)
     second = build(tmp_path)
     workers = second.actor_rollout_wg
     with pytest.raises(RuntimeError, match=r"sidecar_receipt\.json"):
@@ -656,55 +635,27 @@ def test_limits_follow_the_sidecars(
 # --- the trainer's own Python ---------------------------------------------------------------------
 
 DRIVER = """
-import importlib.util, json, sys
-for name in list(sys.modules):
-    assert not name.startswith(("smartsearch_sidecar", "tests"))
-spec = importlib.util.spec_from_file_location("standins", sys.argv[1])
-standins = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(standins)
 sys.modules.update(standins.modules(standins.PINNED))
-rows = json.loads(sys.argv[4])
 run = standins.pinned_run(sys.argv[2], sys.argv[3], sandbox_url="sidecar")
-run.fit([standins.Batch(run.reward_fn.tokenizer, rows)])
+run.fit([standins.Batch(run.reward_fn.tokenizer, json.loads(sys.argv[4]))])
 print(json.dumps({"python": sys.version_info[:2], "trained": run.trained}))
 """
 
 
-def old_python() -> str | None:
-    """Python 3.10, on the path or as pyenv keeps it, if it really starts."""
-    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [*sorted(root.glob("versions/3.10*/bin/python")), shutil.which("python3.10")]
-    for candidate in filter(None, map(str, filter(None, found))):
-        tried = subprocess.run([candidate, "-c", "import ssl"], capture_output=True, check=False)
-        if tried.returncode == 0:
-            return candidate
-    return None
-
-
-def run_driver(python: str, folder: Path, given: list[dict[str, Any]], endpoints: Path) -> Any:
+def step_alone(python: str, folder: Path, given: list[dict[str, Any]], server: RewardServer) -> Any:
     """One step in another interpreter, started where nothing of this repository can be imported."""
-    standins = str(Path(trainer.__file__ or ""))
-    done = subprocess.run(
-        [python, "-I", "-c", DRIVER, standins, str(FILE), str(folder), json.dumps(given)],
-        env={"SMARTSEARCH_SIDECAR_ENDPOINTS": str(endpoints), "PATH": os.environ["PATH"]},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    words = [str(FILE), str(folder), json.dumps(given)]
+    return trainer.run_alone(python, DRIVER, words, server.endpoints, folder)
 
 
 @pytest.mark.may_skip(reason="Python 3.10 is the trainer's; not every machine has one")
 def test_it_runs_in_the_trainers_python(server: RewardServer, tmp_path: Path) -> None:
     """Loaded by path in Python 3.10, without this package, a step is scored and its gate passed."""
-    python = old_python()
+    python = trainer.old_python()
     if python is None:
         pytest.skip("no Python 3.10 on the path or under pyenv")
     given = rows(3)
-    told = run_driver(python, tmp_path, given, server.endpoints)
+    told = step_alone(python, tmp_path, given, server)
     assert told["python"] == [3, 10]
     assert told["trained"] == [pytest.approx(scored(given))]
     assert len(server.asked("/checkpoints")) == 1
@@ -713,7 +664,7 @@ def test_it_runs_in_the_trainers_python(server: RewardServer, tmp_path: Path) ->
 def test_it_runs_alone_in_a_process(server: RewardServer, tmp_path: Path) -> None:
     """The same in this Python, so that a machine without 3.10 shows it too."""
     given = rows(3)
-    told = run_driver(sys.executable, tmp_path, given, server.endpoints)
+    told = step_alone(sys.executable, tmp_path, given, server)
     assert told["trained"] == [pytest.approx(scored(given))]
 
 
@@ -738,10 +689,7 @@ async def test_beside_a_served_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         records = {record["seq"]: record for record in served.run.records()}
         assert records[receipt["seq"]]["kind"] == "checkpoint.accepted"
         assert records[receipt["seq"]]["sum"] == receipt["head"]
-        other = rollouts.rollout(QUESTION, [], rollouts.final("London"))
-        prompt, response = other.partition("assistant\n<think>")[::2]
-        wrong = {"prompt": f"{prompt}assistant\n<think>", "response": response}
-        unknown = batch_of(run, [{**wrong, "ground_truth": ["London"]}])
+        unknown = batch_of(run, [{**row, "ground_truth": ["London"]}])
         with pytest.raises(RuntimeError, match="reference_mismatch"):
             await asyncio.to_thread(run.fit, [unknown])
         status, health = await served.run.health()

@@ -6,9 +6,7 @@ import asyncio
 import functools
 import inspect
 import json
-import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,7 +25,6 @@ from tests.fakes.reward_server import (
     reward_server,
 )
 from tests.fakes.rewarded import QUESTION, TRUTH, rewarded
-from tests.test_integration_pinned import old_python
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "smartsearch_sidecar" / "integrations"
@@ -409,12 +406,6 @@ def test_both_files_have_the_same_link() -> None:
 
 
 DRIVER = """
-import asyncio, importlib.util, json, sys
-for name in list(sys.modules):
-    assert not name.startswith(("smartsearch_sidecar", "tests"))
-spec = importlib.util.spec_from_file_location("standins", sys.argv[1])
-standins = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(standins)
 rewards = []
 for name in ("compute_score", "compute_score_async"):
     function = standins.load_as_current(standins.current_config("naive"), sys.argv[2], name)
@@ -429,24 +420,11 @@ print(json.dumps({"python": sys.version_info[:2], "rewards": rewards}))
 @pytest.mark.may_skip(reason="Python 3.10 is the trainer's; not every machine has one")
 def test_it_runs_in_the_trainers_python(server: RewardServer, tmp_path: Path) -> None:
     """Loaded by path in Python 3.10, without this package, both forms score a batch."""
-    python = old_python()
+    python = trainer.old_python()
     if python is None:
         pytest.skip("no Python 3.10 on the path or under pyenv")
-    standins, given = str(trainer.__file__), json.dumps([row(number) for number in range(5)])
-    done = subprocess.run(
-        [python, "-I", "-c", DRIVER, standins, str(FILE), given],
-        env={
-            "SMARTSEARCH_SIDECAR_ENDPOINTS": str(server.endpoints),
-            "PATH": os.environ["PATH"],
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=50,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    words = [str(FILE), json.dumps([row(number) for number in range(5)])]
+    told = trainer.run_alone(python, DRIVER, words, server.endpoints, tmp_path)
     assert told["python"] == [3, 10]
     plain, awaited = told["rewards"]
     assert plain == awaited

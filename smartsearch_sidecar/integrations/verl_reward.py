@@ -3,11 +3,11 @@
 One file for the trainer's own Python (3.10, standard library only). Give it to verl with
 
     reward.custom_reward_function.path=.../verl_reward.py
-    reward.custom_reward_function.name=compute_score        (or compute_score_async)
+    reward.custom_reward_function.name=compute_score_async  (compute_score for ``remote``)
     reward.reward_manager.name=naive                        (or dapo, or remote)
 
 and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where Ray is started.
-``compute_score_batch`` is for the ``batch`` manager that verl had until 0.6.
+``compute_score_batch`` is for the ``batch`` manager of earlier verl.
 
 verl's managers hand over the response alone, decoded without special tokens. The sidecar's scorer
 reads prompt and response as the pinned trainer has them, so they are put together again here: from
@@ -441,7 +441,7 @@ def _refuse_to_be_loaded() -> None:
     frame = inspect.currentframe()
     while frame is not None:
         config = frame.f_locals.get("config")
-        for section in ("reward", "reward_model"):  # its place since 0.8, and before
+        for section in ("reward", "reward_model"):  # its place now, and before
             manager = getattr(getattr(config, section, None), "reward_manager", None)
             if str(getattr(manager, "name", manager)) in SWALLOWING:
                 raise RuntimeError(_SWALLOWED)

@@ -8,7 +8,8 @@ with keywords, writes a line for each row and returns no ``reward_extra_info``; 
 that key all the same, takes whatever was raised for a reason to score the batch once more, and
 hands its configuration to whoever prints or tracks it. As current verl has it: ``run_single`` of a
 row, the response alone, decoded without special tokens, a plain function in a thread, a coroutine
-function awaited; ``rate_limited`` gives 0.0 for any exception; a batch manager as of 0.6.
+function awaited; ``rate_limited`` gives 0.0 for any exception; and the batch manager of
+earlier verl.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import inspect
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import types
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -324,7 +328,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
 
 
 class BatchRewardManager:
-    """Hands over a whole batch, as verl did until 0.6."""
+    """Hands over a whole batch, as verl did before."""
 
     def __init__(self, tokenizer: Tokenizer, compute_score: Any) -> None:
         self.tokenizer = tokenizer
@@ -368,7 +372,45 @@ async def _call_async(function: Any, more: dict[str, Any], *args: Any, **kwargs:
 
 
 def current_config(manager: str, section: str = "reward") -> Any:
-    """What verl's own loader holds under the name ``config``: its layout now, or before 0.8."""
+    """What verl's own loader holds under the name ``config``: its layout now, or before."""
     if section == "reward":
         return SimpleNamespace(reward=SimpleNamespace(reward_manager=SimpleNamespace(name=manager)))
     return SimpleNamespace(reward_model=SimpleNamespace(reward_manager=manager))
+
+
+# --- a process of its own -------------------------------------------------------------------------
+
+ALONE = """
+import asyncio, importlib.util, json, sys
+for name in list(sys.modules):
+    assert not name.startswith(("smartsearch_sidecar", "tests"))
+spec = importlib.util.spec_from_file_location("standins", sys.argv[1])
+standins = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(standins)
+"""
+
+
+def old_python() -> str | None:
+    """Python 3.10, on the path or as pyenv keeps it, if it really starts."""
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [*map(str, sorted(root.glob("versions/3.10*/bin/python"))), shutil.which("python3.10")]
+    for candidate in filter(None, found):
+        tried = subprocess.run([candidate, "-c", "import ssl"], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return candidate
+    return None
+
+
+def run_alone(python: str, driver: str, words: list[str], endpoints: Path, folder: Path) -> Any:
+    """The JSON a driver prints last, where it has this file and nothing else of the repository."""
+    done = subprocess.run(
+        [python, "-I", "-c", ALONE + driver, str(Path(__file__).resolve()), *words],
+        env={"SMARTSEARCH_SIDECAR_ENDPOINTS": str(endpoints), "PATH": os.environ["PATH"]},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
