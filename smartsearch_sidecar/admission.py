@@ -7,7 +7,8 @@ the room and one deadline per request. A free slot costs no timer and no suspens
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from smartsearch_sidecar import errors
@@ -16,7 +17,10 @@ from smartsearch_sidecar import errors
 class Slots:
     """``slots`` in service, at most ``waiting_max`` waiting, first come first served."""
 
-    def __init__(self, slots: int, waiting_max: int) -> None:
+    def __init__(
+        self, slots: int, waiting_max: int, *, waited: Callable[[float], None] | None = None
+    ) -> None:
+        """``waited`` is told the seconds of each wait that ended with a slot."""
         self.slots = slots
         self.waiting_max = waiting_max
         self._semaphore = asyncio.Semaphore(slots)
@@ -24,6 +28,8 @@ class Slots:
         self.waiting = 0
         self.most_waiting = 0
         self.refused = 0
+        self.taken = 0
+        self._waited = waited
         self._idle: list[asyncio.Future[None]] = []
 
     async def take(self, deadline: float) -> None:
@@ -37,6 +43,7 @@ class Slots:
         else:
             await self._semaphore.acquire()  # free and nobody queued: returns without suspending
         self.in_service += 1
+        self.taken += 1
 
     async def _wait(self, deadline: float) -> None:
         if self.waiting >= self.waiting_max:
@@ -47,9 +54,12 @@ class Slots:
             )
         self.waiting += 1
         self.most_waiting = max(self.most_waiting, self.waiting)
+        began = time.monotonic()
         try:
             async with asyncio.timeout_at(deadline):
                 await self._semaphore.acquire()
+            if self._waited is not None:
+                self._waited(time.monotonic() - began)
         except TimeoutError:
             self.refused += 1
             raise errors.Busy("the deadline passed while waiting for a slot") from None

@@ -15,6 +15,7 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract import ExecuteRules
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.reopen import Reopened
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.opening import MIB, begin
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
@@ -31,12 +32,13 @@ TOP_N = 5  # the contract's; part of every call
 
 @dataclass(slots=True)
 class Parts:
-    """A run, assembled; ``scoring`` and ``rewards`` where rewards are enabled."""
+    """A run, assembled; ``scoring`` and ``rewards`` where rewards are on, ``facts`` as claimed."""
 
     service: Service
     scoring: Scoring | None
     rewards: Rewards | None
     watching: asyncio.Task[None] | None
+    facts: dict[str, Any]
 
     async def close(self) -> None:
         """Ends what runs beside the requests; the writer is the daemon's to close, last."""
@@ -57,12 +59,14 @@ async def assemble(
     *,
     provider: Provider | None = None,
     progress: Progress | None = None,
+    observer: Observer | None = None,
 ) -> Parts:
     """Opens provider and rewards, claims or resumes the run, and builds what serves it.
 
     Whatever was opened is closed again where a later step fails. Raises ``UsageError`` or another
     named error with a sentence for the operator.
     """
+    heard = observer or Observer()
     opened = provider or await open_configured(config, progress)
     rewards: Rewards | None = None
     try:
@@ -79,7 +83,7 @@ async def assemble(
             facts["reward"] = rewards.facts
             if found is not None:
                 await asyncio.to_thread(rewards.remember, files.directory)
-        recorder = await begin(files, config, found, facts)
+        recorder = await begin(files, config, found, facts, observe=heard.batch, told=heard.record)
     except BaseException:
         if rewards is not None:
             await rewards.close()
@@ -92,7 +96,7 @@ async def assemble(
     execute = config.execute
     service = Service(
         recorder=recorder,
-        slots=Slots(execute.slots, execute.waiting_max),
+        slots=Slots(execute.slots, execute.waiting_max, waited=heard.waited["execute"].observe),
         retrieval=Retrieval(guard, cache_bytes=config.retrieval.cache_mib * MIB),
         policy=ServicePolicy(
             rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
@@ -103,9 +107,10 @@ async def assemble(
         told=None if rewards is None else rewards.answers.add,
     )
     if rewards is None:
-        return Parts(service, None, None, None)
+        return Parts(service, None, None, None, facts)
     watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
-    return Parts(service, rewards.scoring(recorder), rewards, watching)
+    scoring = rewards.scoring(recorder, waited=heard.waited["reward"].observe)
+    return Parts(service, scoring, rewards, watching, facts)
 
 
 async def _guard(config: Config, provider: Provider) -> Guard:

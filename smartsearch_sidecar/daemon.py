@@ -24,6 +24,7 @@ from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.ledger.reopen import Reopened
 from smartsearch_sidecar.listening import Endpoints, bind
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.opening import take_directory
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.retrieval.providers import Progress
@@ -77,6 +78,7 @@ class Daemon:
         server = config.server
         self._execute = _capability(server.execute_capability)
         self._internal = _capability(server.internal_capability)
+        self.observer = Observer()
         self.app = App(
             Capabilities(self._execute, self._internal),
             body_bytes_max=config.execute.body_bytes_max,
@@ -84,6 +86,7 @@ class Daemon:
             deadline_seconds=config.execute.deadline_seconds,
             routes=config.execute.routes,
             retrieve_topk=config.execute.retrieve_topk,
+            observer=self.observer,
         )
 
     @property
@@ -144,7 +147,12 @@ class Daemon:
     async def _assemble(self, found: Reopened | None) -> Parts:
         try:
             return await assemble(
-                self.config, self.files, found, provider=self._provider, progress=self._progress
+                self.config,
+                self.files,
+                found,
+                provider=self._provider,
+                progress=self._progress,
+                observer=self.observer,
             )
         except BaseException:
             await asyncio.to_thread(self.files.abandon)

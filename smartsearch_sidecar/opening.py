@@ -21,7 +21,7 @@ from smartsearch_sidecar.ledger.record import Kind, claim_digest
 from smartsearch_sidecar.ledger.reopen import Reopened, reopen, require_same_claim
 from smartsearch_sidecar.ledger.verify import describe_previous
 from smartsearch_sidecar.ledger.writer import Observe, Writer
-from smartsearch_sidecar.recorder import Recorder
+from smartsearch_sidecar.recorder import Recorder, Told
 from smartsearch_sidecar.runstate import RunState
 from smartsearch_sidecar.scores import quotas_of
 
@@ -80,6 +80,7 @@ async def begin(
     claim_facts: dict[str, Any],
     *,
     observe: Observe | None = None,
+    told: Told | None = None,
 ) -> Recorder:
     """Claims a new run, or continues one, and returns its recorder with the writer running.
 
@@ -109,7 +110,7 @@ async def begin(
         on_failure=lambda failure: recorder.ledger_failed(failure),
         observe=observe,
     )
-    recorder = Recorder(found.state if found is not None else RunState(), writer)
+    recorder = Recorder(found.state if found is not None else RunState(), writer, told=told)
     writer.start()
     try:
         if found is None or not begun:

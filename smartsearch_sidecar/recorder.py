@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from smartsearch_sidecar import errors
@@ -26,6 +26,10 @@ def sayable(sentence: str) -> str:
     return sentence.encode("utf-8", "backslashreplace").decode()
 
 
+Told = Callable[[Kind, int | None, Mapping[str, Any], bytes | None], None]
+"""Told of each decision once it is folded: kind, number, data, documents. Must not raise."""
+
+
 class Recorder:
     """The run's state and its writer, kept in step. Everything here is called on the loop.
 
@@ -33,8 +37,9 @@ class Recorder:
     ``latched`` is set once the latch is closed.
     """
 
-    def __init__(self, state: RunState, writer: Writer) -> None:
+    def __init__(self, state: RunState, writer: Writer, *, told: Told | None = None) -> None:
         self.state = state
+        self._told = told
         self.writer = writer
         self.refused: Counter[str] = Counter()
         self.latched = asyncio.Event()
@@ -52,6 +57,8 @@ class Recorder:
         """Encodes and folds a decision, which the caller posts in the same step."""
         item = draft(kind, number, data, documents_json=documents_json)
         self.state.fold(item.record)
+        if self._told is not None:
+            self._told(kind, number, data, documents_json)
         return item
 
     def post(self, kind: Kind, number: int | None, data: Mapping[str, Any]) -> None:

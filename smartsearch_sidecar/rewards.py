@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +50,9 @@ class Rewards:
     facts: dict[str, Any]
     answers: AnswerDigests
 
-    def scoring(self, recorder: Recorder) -> Scoring:
+    def scoring(
+        self, recorder: Recorder, *, waited: Callable[[float], None] | None = None
+    ) -> Scoring:
         """What serves ``/reward``; the recorder's state must have been claimed or resumed."""
         section = self.config.reward
         policy = ScoringPolicy(
@@ -70,7 +72,7 @@ class Rewards:
         return Scoring(
             recorder=recorder,
             scores=scores,
-            slots=Slots(section.slots, section.waiting_max),
+            slots=Slots(section.slots, section.waiting_max, waited=waited),
             scorer=self.scorer,
             preparation=Preparation(self.references, self.answers, _digest(self.facts), policy),
             calls=MeteredCalls(recorder, scores, dispatch, seed=section.seed),

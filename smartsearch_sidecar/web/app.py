@@ -15,6 +15,7 @@ import orjson
 import structlog
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring import Scoring
 from smartsearch_sidecar.service import Answer, Service
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
@@ -43,8 +44,10 @@ class App:
         deadline_seconds: float,
         routes: Collection[str] = ("execute",),
         retrieve_topk: int = 3,
+        observer: Observer | None = None,
     ) -> None:
         """``routes`` and ``retrieve_topk`` are the keys of ``[execute]``."""
+        self.observer = observer or Observer()
         self._capabilities = capabilities
         self._body_bytes_max = body_bytes_max
         self._body_seconds = body_seconds
@@ -53,7 +56,7 @@ class App:
         self._ready = asyncio.Event()
         self._early: errors.SidecarError | None = None
         self._log = structlog.get_logger("web")
-        self._internal = InternalRoutes(self._read_body, _json)
+        self._internal = InternalRoutes(self._read_body, _json, self.observer)
         self._serves_execute = "execute" in routes
         self._searches = SearchRoutes(
             routes,
@@ -62,7 +65,7 @@ class App:
             read_body=self._read_body,
             ready=self._serving,
             hand_over=self._hand_over,
-            refuse=self._settle_refusal,
+            refuse=self._refuse_search,
         )
 
     def serve_with(self, service: Service, scoring: Scoring | None = None) -> None:
@@ -80,6 +83,7 @@ class App:
 
     def malformed(self, reason: str, authenticated: bool) -> None:
         """Bytes the parser refused; only those of our own client touch the run."""
+        self.observer.requests["unknown", "bad_message"] += 1
         if authenticated:
             self._close(errors.BadMessage(f"bytes that are not HTTP ({reason})"))
 
@@ -159,6 +163,10 @@ class App:
 
     def _hand_over(self, request: EdgeRequest, service: Service, answer: Answer) -> Reply:
         number, others = answer.number, answer.others
+        route = request.raw_target.rpartition("/")[2]  # served, so one of few
+        outcome = "ok" if number is not None else "declined"
+        self.observer.requests[route, outcome] += 1
+        self.observer.service.observe(asyncio.get_running_loop().time() - request.began)
         head = response_head(200, len(answer.payload), close=not request.keep_alive)
         return request.deliver(
             head, answer.payload, lambda stage: service.undelivered(number, stage, others)
@@ -190,8 +198,26 @@ class App:
             self._early = self._early or exc
         return exc
 
+    async def _refuse_search(self, exc: errors.SidecarError, segment: str) -> errors.SidecarError:
+        answered = await self._settle_refusal(exc)
+        self.observer.requests[segment, answered.code] += 1
+        return answered
+
     def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
+        self.observer.requests[self._route(request.raw_target), exc.code] += 1
         return request.refuse(STATUS[exc.code], error_payload(exc.code))
+
+    def _route(self, raw: str) -> str:
+        """What a refused request asked for, as one of few words."""
+        if raw in PROBES:
+            return "probe"
+        try:
+            target = self._capabilities.read(raw)
+        except errors.Unauthorized:
+            return "unknown"
+        if target.internal:
+            return self._internal.route(target)
+        return "execute" if target.segments == ("execute",) else "unserved"
 
     def _probe(self, request: EdgeRequest, raw: str) -> Reply:
         if request.method != "GET":

@@ -407,6 +407,13 @@ class Edge(RequestHandler):
             return False
         return self._first is not None or self.idle()
 
+    def unanswered_since(self) -> float:
+        """Loop time of the first byte of a request of ours that is not answered; else infinite."""
+        request = self._current_request
+        if self.authenticated and isinstance(request, EdgeRequest) and not request.delivered:
+            return request.began
+        return float("inf")
+
     def idle(self) -> bool:
         """Whether it waits for a request and no byte of one is here or in the kernel."""
         waiting = self._waiter is not None and not self._waiter.done()
@@ -670,6 +677,12 @@ class EdgeServer(web.Server):
                 edge.cut()
                 return True
         return False
+
+    def oldest_began(self) -> float:
+        """Loop time of the first byte of the oldest request under the execute capability that is
+        not answered; infinite where there is none.
+        """
+        return min((edge.unanswered_since() for edge in self.edges()), default=float("inf"))
 
     def edges(self) -> list[Edge]:
         """The connections that are open, or whose work goes on without their client."""

@@ -15,6 +15,7 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
 from smartsearch_sidecar.contract_reward import RewardItem, parse_reward, parse_reward_batch
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring import Scoring, as_reward_failure
 from smartsearch_sidecar.service import Service
 from smartsearch_sidecar.status import health_report, status_report
@@ -35,11 +36,12 @@ Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 class InternalRoutes:
     """``service`` is set once the run is claimed, ``scoring`` with it where rewards are enabled."""
 
-    def __init__(self, read_body: ReadBody, answer_json: AnswerJson) -> None:
+    def __init__(self, read_body: ReadBody, answer_json: AnswerJson, observer: Observer) -> None:
         self.service: Service | None = None
         self.scoring: Scoring | None = None
         self._read_body = read_body
         self._answer_json = answer_json
+        self._observer = observer
         self._routes: dict[tuple[str, ...], dict[str, Handler]] = {
             ("health",): {"GET": self._health},
             ("status",): {"GET": self._status},
@@ -58,7 +60,13 @@ class InternalRoutes:
         if handler is None:
             raise errors.MethodNotAllowed("not with this method")
         status, value = await handler(request, target)
+        outcome = "ok" if status < 400 else f"status_{status}"
+        self._observer.requests[self.route(target), outcome] += 1
         return self._answer_json(request, status, value)
+
+    def route(self, target: Target) -> str:
+        """The route a target names, as one of few words."""
+        return "/".join(target.segments) if target.segments in self._routes else "unserved"
 
     def _need_service(self) -> Service:
         if self.service is None:

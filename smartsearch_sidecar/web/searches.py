@@ -32,7 +32,7 @@ SEGMENTS: Final = {"search": ("search", "batch_search"), "retrieve": ("retrieve"
 ReadBody = Callable[[EdgeRequest, int], Awaitable[bytes]]
 Ready = Callable[[EdgeRequest], Awaitable[Service]]
 HandOver = Callable[[EdgeRequest, Service, Answer], Reply]
-Refuse = Callable[[errors.SidecarError], Awaitable[errors.SidecarError]]
+Refuse = Callable[[errors.SidecarError, str], Awaitable[errors.SidecarError]]
 
 
 class SearchRoutes:
@@ -79,7 +79,7 @@ class SearchRoutes:
             service = await self._ready(request)
             answer = await search_many(service, asked, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:
-            return self._error(request, await self._refuse(exc), form)
+            return self._error(request, await self._refuse(exc, segment), form)
         return self._hand_over(request, service, answer)
 
     def _error(self, request: EdgeRequest, exc: errors.SidecarError, form: Form | None) -> Reply:

@@ -1,0 +1,290 @@
+"""Every metric of a run: name, type, meaning; and the one observer that hears what no state keeps.
+
+Theory. What the state of a run counts is read off it when somebody scrapes, so a request pays for
+nothing twice. What it does not keep (how long things took, the last few requests, which HTTP route
+was answered how) is told to the ``Observer``: once a record, once an answer, once a batch of the
+ledger, each about a microsecond. Label values are names out of this program's own tables, so their
+number is bounded whatever a policy or a stranger sends.
+
+The observer decides nothing, keeps a fixed amount, and nothing asks it whether to go on.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+from smartsearch_sidecar.ledger.record import Kind
+
+Type = Literal["counter", "gauge", "histogram"]
+
+# Seconds. The first is under one search of an embedded index, the last over every deadline.
+ANSWER_SECONDS: Final = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+HELPER_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
+BATCH_RECORDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+ROLLOUT_SEARCHES: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0)
+
+RECENT_REQUESTS: Final = 50
+RECENT_CHECKPOINTS: Final = 20
+PREFIX: Final = "smartsearch_"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table; ``name`` as it is scraped, without a histogram's endings."""
+
+    name: str
+    type: Type
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+def _row(name: str, type_: Type, meaning: str, *labels: str) -> Metric:
+    return Metric(PREFIX + name, type_, meaning, labels)
+
+
+TABLE: Final = (
+    _row("build_info", "gauge", "1, labelled with the version that serves.", "version"),
+    # --- what was asked and how it was answered
+    _row("requests_total", "counter", "HTTP requests of this process.", "route", "outcome"),
+    _row("failures_total", "counter", "Refusals and failures of this process.", "cause"),
+    _row("service_seconds", "histogram", "/execute: first byte to answer handed over."),
+    _row("waiting_seconds", "histogram", "Time waited for a slot, 0 included.", "route"),
+    _row("slots", "gauge", "Requests that may be in service at once.", "route"),
+    _row("slots_in_service", "gauge", "Requests in service.", "route"),
+    _row("slots_waiting", "gauge", "Requests waiting for a slot.", "route"),
+    _row("oldest_request_seconds", "gauge", "Age of the oldest one unanswered.", "route"),
+    _row("connections", "gauge", "Open connections."),
+    # --- searches
+    _row("search_attempts_total", "counter", "Searches admitted; each counts against the quota."),
+    _row("searches_total", "counter", "Searches settled.", "outcome"),
+    _row("searches_under_way", "gauge", "Searches admitted and not settled."),
+    _row("search_seconds", "histogram", "Time of a search that was no cache hit."),
+    _row("search_cache_total", "counter", "Answers by cost: miss, shared, hit.", "outcome"),
+    _row("search_cache_bytes", "gauge", "Bytes of answers held in the cache."),
+    _row("declined_total", "counter", "Queries answered `invalid query`.", "reason"),
+    _row("declined_share", "gauge", "Declined queries as a share of declined and admitted ones."),
+    _row("passages_dropped_total", "counter", "Passages left out for a protocol tag."),
+    _row("answers_lost_total", "counter", "Answers whose client had gone."),
+    # --- rewards
+    _row("score_attempts_total", "counter", "Rollouts admitted for a score.", "split"),
+    _row("scores_total", "counter", "Rollouts scored.", "split"),
+    _row("scores_failed_total", "counter", "Scores that failed."),
+    _row("scores_reused_total", "counter", "Rewards repeated for an identical rollout."),
+    _row("score_seconds", "histogram", "Admission of a rollout to its reward."),
+    _row("rollout_searches", "histogram", "Answered searches in each scored rollout."),
+    _row("result_blocks_total", "counter", "Blocks no answer of this run explains.", "kind"),
+    _row("verdicts_total", "counter", "Helper verdicts; `other` is neither 0 nor 1.", "verdict"),
+    _row("verdicts_unparsed_share", "gauge", "Verdicts not understood, of the last 200."),
+    # --- the helper
+    _row("helper_calls_total", "counter", "Helper calls recorded and sent.", "split"),
+    _row("helper_failures_total", "counter", "Helper calls that failed.", "code"),
+    _row("helper_calls_under_way", "gauge", "Helper calls not settled.", "split"),
+    _row("helper_seconds", "histogram", "A helper call from its record to its settlement."),
+    _row("helper_tokens_total", "counter", "Measured tokens.", "split", "direction"),
+    _row("helper_tokens_reserved", "gauge", "Output tokens of calls of unknown usage.", "split"),
+    # --- quotas, latch, checkpoints
+    _row("quota_max", "gauge", "What the run may use.", "quota", "split"),
+    _row("quota_left", "gauge", "What is left of it.", "quota", "split"),
+    _row("latch_closed", "gauge", "1 once the run has failed."),
+    _row("latch_cause", "gauge", "1 for the first cause of a failed run.", "cause"),
+    _row("checkpoints_total", "counter", "Checkpoints asked for.", "outcome"),
+    _row("restarts_total", "counter", "Times this run was resumed."),
+    # --- the ledger
+    _row("ledger_records_total", "counter", "Records of the run on the medium."),
+    _row("ledger_bytes_total", "counter", "Journal bytes written by this process."),
+    _row("ledger_queue_records", "gauge", "Records posted and not yet being written."),
+    _row("ledger_batch_records", "histogram", "Records a write carried."),
+    _row("ledger_sync_seconds", "histogram", "Time of a write and its sync."),
+)
+
+
+class Histogram:
+    """Counts under upper bounds, and their sum; ``observe`` costs a bisection."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value; a value that equals a bound is under it."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self, zeros: int = 0) -> list[tuple[str, float]]:
+        """Pairs of bound and count as Prometheus writes them; ``zeros`` further values of 0."""
+        pairs, count = [], zeros
+        for bound, own in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            count += own
+            pairs.append(("+Inf" if bound == float("inf") else str(bound), float(count)))
+        return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A request that was settled: what the page shows of it.
+
+    ``words`` is the record that names the query, ``took`` in seconds, ``documents_json`` the
+    passages as they were recorded.
+    """
+
+    serial: int
+    at: float
+    number: int | None
+    words: Mapping[str, Any]
+    outcome: str
+    took: float | None
+    documents_json: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A checkpoint that was asked for."""
+
+    at: float
+    number: int | None
+    step: int
+    accepted: bool
+
+
+class Observer:
+    """Hears of every record, answer and batch of one process. Called on the loop; never raises."""
+
+    def __init__(self, *, wall: Callable[[], float] = time.time) -> None:
+        self._wall = wall
+        self.started_at = wall()
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.service = Histogram(ANSWER_SECONDS)
+        self.waited = {route: Histogram(ANSWER_SECONDS) for route in ("execute", "reward")}
+        self.search = Histogram(ANSWER_SECONDS)
+        self.score = Histogram(HELPER_SECONDS)
+        self.helper = Histogram(HELPER_SECONDS)
+        self.sync = Histogram(ANSWER_SECONDS)
+        self.batches = Histogram(BATCH_RECORDS)
+        self.rollout_searches = Histogram(ROLLOUT_SEARCHES)
+        self.journal_bytes = 0
+        self.helper_failures: Counter[str] = Counter()
+        self.recent: deque[Recent] = deque(maxlen=RECENT_REQUESTS)
+        self.checkpoints: deque[Accepted] = deque(maxlen=RECENT_CHECKPOINTS)
+        self.latched_at: float | None = None
+        self.serial = 0
+        # Begun and not settled: bounded by slots, rows of a batch and helper concurrency.
+        self._searches: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        self._scores: dict[tuple[str, int], float] = {}
+        self._calls: dict[tuple[str, int], float] = {}
+
+    def batch(self, records: int, size: int, seconds: float) -> None:
+        """A batch of the ledger is on the medium."""
+        self.batches.observe(records)
+        self.sync.observe(seconds)
+        self.journal_bytes += size
+
+    def record(
+        self, kind: Kind, number: int | None, data: Mapping[str, Any], documents: bytes | None
+    ) -> None:
+        """A decision was folded."""
+        step = self._STEPS.get(kind)
+        if step is not None:
+            step(self, number or 0, data, documents)
+
+    def oldest(self, route: str) -> float:
+        """Seconds since the oldest search or score that is not settled was admitted; else 0."""
+        begun = self._scores.values() if route == "reward" else self._begun()
+        return max(0.0, time.monotonic() - min(begun, default=float("inf")))
+
+    def _begun(self) -> list[float]:
+        return [began for began, _ in self._searches.values()]
+
+    # --- one step a kind --------------------------------------------------------------------------
+
+    def _settled(
+        self,
+        number: int | None,
+        words: Mapping[str, Any],
+        outcome: str,
+        took: float | None = None,
+        documents: bytes | None = None,
+    ) -> None:
+        self.serial += 1
+        self.recent.append(
+            Recent(self.serial, self._wall(), number, words, outcome, took, documents)
+        )
+
+    def _requested(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        self._searches[number] = (time.monotonic(), data)
+
+    def _answered(self, number: int, data: Mapping[str, Any], documents: bytes | None) -> None:
+        _, words = self._searches.pop(number, (0.0, {}))
+        took = data["took_us"] / 1e6
+        if data["cache"] != "hit":
+            self.search.observe(took)
+        self._settled(number, words, data["cache"], took, documents)
+
+    def _failed(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        began, words = self._searches.pop(number, (time.monotonic(), {}))
+        self._settled(number, words, str(data["cause"]), time.monotonic() - began)
+
+    def _declined(self, _number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        self._settled(None, data, "declined")
+
+    def _lost(self, number: int, _data: Mapping[str, Any], _: bytes | None) -> None:
+        self._settled(number or None, {}, "response_undelivered")
+
+    def _score_requested(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        self._scores[data["split"], number] = time.monotonic()
+        if "judged_blocks" in data:
+            self.rollout_searches.observe(data["judged_blocks"])
+
+    def _score_answered(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        began = self._scores.pop((data["split"], number), None)
+        if began is not None:
+            self.score.observe(time.monotonic() - began)
+
+    def _score_failed(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        self._scores.pop((data["split"], number), None)
+
+    def _call_requested(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        self._calls[data["split"], number] = time.monotonic()
+
+    def _call_settled(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        began = self._calls.pop((data["split"], number), None)
+        if began is not None:
+            self.helper.observe(time.monotonic() - began)
+        if "code" in data:
+            self.helper_failures[data["code"]] += 1
+
+    def _latched(self, _number: int, _data: Mapping[str, Any], _: bytes | None) -> None:
+        self.latched_at = self._wall()
+
+    def _checkpoint(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
+        accepted = "usage" in data
+        self.checkpoints.append(Accepted(self._wall(), number, data["step"], accepted))
+
+    _STEPS: ClassVar[
+        Mapping[Kind, Callable[[Observer, int, Mapping[str, Any], bytes | None], None]]
+    ] = {
+        Kind.RETRIEVAL_REQUESTED: _requested,
+        Kind.RETRIEVAL_ANSWERED: _answered,
+        Kind.RETRIEVAL_FAILED: _failed,
+        Kind.RETRIEVAL_DECLINED: _declined,
+        Kind.DELIVERY_LOST: _lost,
+        Kind.REWARD_REQUESTED: _score_requested,
+        Kind.REWARD_ANSWERED: _score_answered,
+        Kind.REWARD_FAILED: _score_failed,
+        Kind.HELPER_REQUESTED: _call_requested,
+        Kind.HELPER_ANSWERED: _call_settled,
+        Kind.HELPER_FAILED: _call_settled,
+        Kind.LATCH_CLOSED: _latched,
+        Kind.CHECKPOINT_ACCEPTED: _checkpoint,
+        Kind.CHECKPOINT_REFUSED: _checkpoint,
+    }
