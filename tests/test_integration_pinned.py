@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +136,27 @@ def test_rewards_are_kept_apart_by_text_and_answers(server: RewardServer, tmp_pa
     given = [row, other, row, {**row, "ground_truth": ["one answer"]}, row]
     run.fit([batch_of(run, given)])
     assert run.trained == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.usefixtures("pinned")
+def test_a_reward_is_found_by_exact_text_and_answers(server: RewardServer, tmp_path: Path) -> None:
+    """If the second walk is not the first, a reward still fits its row, or there is none."""
+
+    class Turning(trainer.Batch):
+        """Rows that are handed out backwards once all of them have been looked at."""
+
+        looked = 0
+
+        def __getitem__(self, number: int) -> Any:
+            self.looked += 1
+            return self.items[number if self.looked <= len(self) else -1 - number]
+
+    run = build(tmp_path)
+    with pytest.raises(RuntimeError, match="had not shown before"):
+        run.reward_fn(Turning(run.reward_fn.tokenizer, rows(2)))
+    given = [rows(1)[0], {**rows(1)[0], "ground_truth": ["other"]}]
+    tensor = run.reward_fn(Turning(run.reward_fn.tokenizer, given))
+    assert [sum(row) for row in tensor] == pytest.approx(scored(given)[::-1])
 
 
 @pytest.mark.usefixtures("pinned")
@@ -317,73 +337,17 @@ def test_proxies_are_not_used(server: RewardServer, monkeypatch: pytest.MonkeyPa
     assert 0 <= score_one(function) <= 1
 
 
-# --- finding the sidecar --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "mode", "sentence"),
-    [
-        (None, 0o600, "cannot be read"),
-        ("{}", 0o600, "is not the endpoints.json"),
-        ("[]", 0o600, "is not the endpoints.json"),
-        ('{"internal_url": 1, "sandbox_url": 2}', 0o600, "is not the endpoints.json"),
-        ('{"internal_url": "https://h:1/c", "sandbox_url": "http://h:1/c"}', 0o600, "is not the"),
-        ('{"internal_url": "http://h:1/", "sandbox_url": "http://h:1/c"}', 0o600, "is not the"),
-        ("whole", 0o640, "can be read by others"),
-        ("whole", 0o604, "can be read by others"),
-    ],
-)
-def test_endpoints_that_are_no_endpoints(
-    content: str | None,
-    mode: int,
-    sentence: str,
-    server: RewardServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A file that is missing, open to others or something else is refused by a sentence."""
-    function = load_alone(monkeypatch)
-    if content is None:
-        server.endpoints.unlink()
-    elif content != "whole":
-        server.endpoints.write_text(content)
-    if content is not None:
-        server.endpoints.chmod(mode)
-    with pytest.raises(RuntimeError, match=sentence) as seen:
-        score_one(function)
-    assert INTERNAL not in str(seen.value)
-    assert server.seen == []
-
-
-def test_endpoints_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variable nothing is guessed."""
-    monkeypatch.delenv("SMARTSEARCH_SIDECAR_ENDPOINTS", raising=False)
-    with pytest.raises(RuntimeError, match="SMARTSEARCH_SIDECAR_ENDPOINTS must name"):
-        score_one(load_alone(monkeypatch))
-
-
-def test_a_resumed_sidecar_is_found_where_it_is_now(
-    server: RewardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The address is read anew for each request."""
-    function = load_alone(monkeypatch)
-    score_one(function)
-    (tmp_path / "second").mkdir()
-    with reward_server(tmp_path / "second") as moved:
-        shutil.copy(moved.endpoints, server.endpoints)
-        score_one(function)
-        assert len(moved.asked("/reward")) == 1
-    assert len(server.asked("/reward")) == 1
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("pinned")
 def test_a_receipt_is_taken_before_saving_and_lies_beside(
-    server: RewardServer, tmp_path: Path
+    server: RewardServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is asked while nothing is saved yet; the receipt stands in the folder afterwards."""
     run = build(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run.config.trainer.default_local_dir = "."  # receipts name it in full all the same
     folder = tmp_path / "global_step_1"
     saved_already: list[bool] = []
 

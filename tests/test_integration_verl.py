@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import pickle
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -246,6 +247,60 @@ async def test_a_reward_given_up_on_is_a_failure(server: RewardServer) -> None:
     assert len(server.asked("/reward/batch")) == 1
 
 
+# --- finding the sidecar --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "sentence"),
+    [
+        (None, 0o600, "cannot be read"),
+        ("{}", 0o600, "is not the endpoints.json"),
+        ("[]", 0o600, "is not the endpoints.json"),
+        ('{"internal_url": 1, "sandbox_url": 2}', 0o600, "is not the endpoints.json"),
+        ('{"internal_url": "https://h:1/c", "sandbox_url": "http://h:1/c"}', 0o600, "is not the"),
+        ('{"internal_url": "http://h:1/", "sandbox_url": "http://h:1/c"}', 0o600, "is not the"),
+        ("whole", 0o640, "can be read by others"),
+        ("whole", 0o604, "can be read by others"),
+    ],
+)
+def test_endpoints_that_are_no_endpoints(
+    content: str | None,
+    mode: int,
+    sentence: str,
+    server: RewardServer,
+) -> None:
+    """A file that is missing, open to others or something else is refused by a sentence."""
+    if content is None:
+        server.endpoints.unlink()
+    elif content != "whole":
+        server.endpoints.write_text(content)
+    if content is not None:
+        server.endpoints.chmod(mode)
+    with pytest.raises(RuntimeError, match=sentence) as seen:
+        score(load(), extra_info={"question": ASKED})
+    assert INTERNAL not in str(seen.value)
+    assert server.seen == []
+
+
+def test_endpoints_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable nothing is guessed."""
+    monkeypatch.delenv("SMARTSEARCH_SIDECAR_ENDPOINTS", raising=False)
+    with pytest.raises(RuntimeError, match="SMARTSEARCH_SIDECAR_ENDPOINTS must name"):
+        score(load(), extra_info={"question": ASKED})
+
+
+def test_a_resumed_sidecar_is_found_where_it_is_now(server: RewardServer, tmp_path: Path) -> None:
+    """The address is read anew for each request."""
+    function = load()
+    score(function, extra_info={"question": ASKED})
+    (tmp_path / "second").mkdir()
+    with reward_server(tmp_path / "second") as moved:
+        shutil.copy(moved.endpoints, server.endpoints)
+        score(function, extra_info={"question": ASKED})
+        assert len(moved.asked("/reward/batch")) == 1
+    assert len(server.asked("/reward/batch")) == 1
+
+
 # --- managers that swallow ------------------------------------------------------------------------
 
 
@@ -260,7 +315,7 @@ def test_a_swallowing_manager_keeps_the_file_from_loading(manager: str, section:
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("by", ["class", "module"])
 async def test_a_swallowing_manager_gets_no_number(
-    by: str, name: str, server: RewardServer, monkeypatch: pytest.MonkeyPatch
+    by: str, name: str, server: RewardServer
 ) -> None:
     """Under rate_limited the refusal is none of the exceptions that it turns into 0.0."""
     tokenizer = trainer.Tokenizer()
