@@ -323,17 +323,15 @@ async def test_ninth_is_busy_in_the_reference_profile(tmp_path: Path) -> None:
 
 
 async def test_deadline_while_waiting_is_busy(tmp_path: Path) -> None:
-    """A request whose deadline passes in the room is refused as busy."""
-    provider = FakeProvider()
-    provider.gate = asyncio.Event()
+    """A request whose deadline passes in the room is refused as busy, and ends the run."""
     keys: dict[str, Any] = {"execute__slots": 1, "execute__deadline_seconds": 0.1}
-    async with served(tmp_path / "run", provider=provider, **keys) as run:
-        first = asyncio.create_task(run.execute("first"))
-        second = asyncio.create_task(run.execute("second"))
-        codes = {value["error"]["code"] for _, value in await asyncio.gather(first, second)}
-        assert codes <= {"deadline", "busy"}
-        assert "deadline" in codes
-        provider.gate.set()
+    async with served(tmp_path / "run", **keys) as run:
+        await run.service.slots.take(1e9)
+        status, value = await run.execute("waits for ever")
+        assert (status, value["error"]["code"]) == (429, "busy")
+        run.service.slots.give()
+        assert run.provider.queries == []
+        await expect_latched(run, "http_busy")
 
 
 async def test_quota(tmp_path: Path) -> None:
