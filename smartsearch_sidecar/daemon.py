@@ -116,6 +116,8 @@ class Daemon:
             _close_listeners(listening)
             raise
         service = parts.service
+        # Before the file that says so: who finds the address must find it answering.
+        self.app.serve_with(service, parts.scoring)
         endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         try:
             await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
@@ -125,7 +127,6 @@ class Daemon:
                 f"{ENDPOINTS} cannot be written in {self.files.directory}: {exc.strerror or exc}; "
                 "nobody could find the run, so it is not served"
             ) from None
-        self.app.serve_with(service, parts.scoring)
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
         if self._on_ready is not None:
             self._on_ready(endpoints, service)
