@@ -1,0 +1,102 @@
+"""``doctor``: everything a run needs, looked at before the GPUs are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.commands.progress import verification
+from smartsearch_sidecar.config import load
+from smartsearch_sidecar.doctor import Asked, Finding, Level, examine
+from smartsearch_sidecar.doctor.examination import broken_configuration
+
+MOUNTS = Path("/proc/self/mounts")
+STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+
+
+def doctor(
+    *,
+    config: Annotated[Path, typer.Option("--config", help="The configuration `serve` will get.")],
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="The run directory `serve` will get.")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=1, max=1024, help="Rollout ranks of this node; 8 calls each."),
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option("--question", help="One that must find its passage.")
+    ] = None,
+    passage: Annotated[
+        str | None, typer.Option("--passage", help="Text that one of its passages must hold.")
+    ] = None,
+    trial_call: Annotated[
+        bool, typer.Option("--trial-call", help="Ask the reward helper once; it costs tokens.")
+    ] = False,
+    trainer_uid: Annotated[
+        int | None, typer.Option("--trainer-uid", min=0, help="The user the trainer runs as.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look at everything a run needs and say for each thing ok, warning or error, with the remedy.
+
+    Run it as the sidecar's user, in the environment the trainer is started in (proxy variables).
+    Creates nothing; only --trial-call costs anything. Exit codes: 0 fine (warnings allowed), 1 an
+    error, 2 wrong use.
+    """
+    if passage is not None and question is None:
+        raise errors.UsageError("--passage says what --question must find: pass both")
+    if not config.is_file():
+        raise errors.UsageError(f"there is no configuration at {config}: `init` writes one")
+    overrides = {} if run_dir is None else {"run.directory": str(run_dir)}
+    asked = Asked(ranks, question, passage, trial_call, trainer_uid)
+    try:
+        loaded = load(config, overrides=overrides)
+    except errors.ConfigError as exc:
+        findings = [broken_configuration(exc)]
+    else:
+        with verification() as progress:
+            findings = examine(
+                loaded, asked, environ=os.environ, mounts=_mounts(), progress=progress
+            )
+    bad = any(finding.level is Level.ERROR for finding in findings)
+    if as_json:
+        value = {"ok": not bad, "findings": [finding.as_json() for finding in findings]}
+        typer.echo(json.dumps(value, indent=2))
+    else:
+        _print(findings)
+    raise typer.Exit(1 if bad else 0)
+
+
+def _mounts() -> str:
+    try:
+        return MOUNTS.read_text("utf-8", "surrogateescape")
+    except OSError:
+        return ""  # no such file on this system: the finding says that it is not known
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        first, *others = finding.text.splitlines()
+        console.print(
+            Text(f"{finding.level.value:<8}", style=STYLES[finding.level])
+            .append(f"{finding.name:<16}", style="bold")
+            .append(first, style="default")
+        )
+        for line in others:
+            console.print(Text(f"{'':24}{line}"))
+        if finding.remedy is not None:
+            console.print(Text(f"{'':24}-> ", style="dim").append(finding.remedy, style="default"))
+    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
+    console.print(
+        f"{counts[Level.OK]} ok, {counts[Level.WARNING]} warnings, {counts[Level.ERROR]} errors"
+    )

@@ -1,0 +1,49 @@
+"""One line of an examination: what was looked at, how it is, and what to do about it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class Level(enum.StrEnum):
+    """How it is. Only an error keeps a run from being good."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``remedy`` is a command, a key or a sentence; none where nothing is to be done."""
+
+    name: str
+    level: Level
+    text: str
+    remedy: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "name": self.name,
+            "level": self.level.value,
+            "text": self.text,
+            "remedy": self.remedy,
+        }
+
+
+def ok(name: str, text: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Level.OK, text)
+
+
+def warning(name: str, text: str, remedy: str) -> Finding:
+    """A run may begin; ``remedy`` says what would be better."""
+    return Finding(name, Level.WARNING, text, remedy)
+
+
+def error(name: str, text: str, remedy: str | None = None) -> Finding:
+    """A run would not begin, or not stay good. Named errors carry their remedy in their text."""
+    return Finding(name, Level.ERROR, text, remedy)

@@ -1,0 +1,80 @@
+"""Proxy variables that would capture the rollouts' calls to this machine.
+
+The pinned client is ``requests``, which obeys them for loopback as well: the calls then go to the
+proxy, and what it answers becomes rollout text. The rules here are those of ``requests`` for one
+plain http address; a test holds them to it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from smartsearch_sidecar.doctor.findings import Finding, error, ok
+
+NAME = "proxy variables"
+_CAPTURING = ("http_proxy", "all_proxy")
+
+
+def check_proxies(environ: Mapping[str, str], host: str, port: int) -> Finding:
+    """Whether a client with this environment reaches ``http://host:port`` itself."""
+    captured = capturing(environ, host, port)
+    if captured is None:
+        return ok(NAME, f"a client with this environment reaches {host} directly")
+    return error(
+        NAME,
+        f"{captured} is set and nothing exempts {host}: every rollout's call would go to the proxy",
+        f"where the trainer is started: {export_line(environ, host)}",
+    )
+
+
+def capturing(environ: Mapping[str, str], host: str, port: int) -> str | None:
+    """The variable that sends calls to ``http://host:port`` to a proxy, if one does."""
+    if _exempt(environ.get("no_proxy") or environ.get("NO_PROXY") or "", host, port):
+        return None
+    for wanted in _CAPTURING:
+        for name in (wanted, wanted.upper()):  # the lower-case one wins where both are set
+            if name in environ:
+                if environ[name]:
+                    return name
+                break
+    return None
+
+
+def export_line(environ: Mapping[str, str], host: str) -> str:
+    """What to run before the trainer: keeps what is exempt already, in both spellings."""
+    before = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    names = [name.strip() for name in before.split(",") if name.strip()]
+    names += [name for name in dict.fromkeys((host, "127.0.0.1", "localhost")) if name not in names]
+    value = ",".join(names)
+    return f"export NO_PROXY={value} no_proxy={value}"
+
+
+def _exempt(no_proxy: str, host: str, port: int) -> bool:
+    if no_proxy.strip() == "*":  # among others it is a name like any
+        return True
+    names = [name.strip().lstrip(".").lower() for name in no_proxy.split(",") if name.strip()]
+    return any(_ends(host.lower(), name) for name in names) or any(
+        _covers(name, host) if _is_address(host) else _ends(f"{host}:{port}", name)
+        for name in names
+    )
+
+
+def _ends(host: str, name: str) -> bool:
+    return host == name or host.endswith(f".{name}")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _covers(name: str, host: str) -> bool:
+    """Whether ``name`` is a network that holds the address ``host``."""
+    try:
+        return "/" in name and ipaddress.ip_address(host) in ipaddress.ip_network(name, False)
+    except ValueError:
+        return False

@@ -1,0 +1,224 @@
+"""This host: ports, run directory, free space, filesystem, descriptors, user.
+
+Blocking and quick. Nothing is created: a port is bound and let go, a directory is only looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
+from smartsearch_sidecar.listening import bind
+
+THREADS_PER_RANK = 8
+"""Calls a rank of the pinned rollout has out at once."""
+CLIENT_SECONDS = 10.0
+"""After which the pinned client leaves."""
+OTHER_DESCRIPTORS = 256
+"""Beside connections: journal, index, helper and retriever; the daemon asks for the same."""
+SCORE_BYTES = 24 * 1024
+"""Records of one score: a rollout of 8,192 tokens kept verbatim, and its answer."""
+HELPER_CALL_BYTES = 2 * 1024
+"""Records of one helper call: request by digest, answer verbatim."""
+GIB = 1024**3
+
+_SYNC_IS_EMPTY = {"tmpfs": "memory", "ramfs": "memory", "devtmpfs": "memory"}
+_SYNC_IS_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p"}
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+# --- ports and clients ----------------------------------------------------------------------------
+
+
+def check_ports(config: Config) -> Iterator[Finding]:
+    """Whether both listeners could be bound now."""
+    server = config.server
+    given = [("port", server.host, server.port)]
+    if server.probe_port is not None:
+        given.append(("probe port", server.probe_host or server.host, server.probe_port))
+    for name, host, port in given:
+        try:
+            bind(host, port).close()
+        except errors.UsageError as exc:
+            yield error(name, exc.message)
+            continue
+        if port:
+            yield ok(name, f"{port} on {host} is free")
+        elif name == "port":
+            yield warning(
+                name,
+                "any free one is taken: sandbox_url is another at each start",
+                "set server.port where more than one node, or a restart, must keep the URL",
+            )
+        else:
+            yield ok(name, f"any free one on {host}")
+
+
+def check_room(config: Config, ranks: int | None) -> Iterator[Finding]:
+    """Whether everyone who calls at once finds a place, and is answered before they leave."""
+    execute = config.execute
+    if execute.deadline_seconds >= CLIENT_SECONDS:
+        yield warning(
+            "deadline",
+            f"{execute.deadline_seconds:g} s, and the pinned client leaves after "
+            f"{CLIENT_SECONDS:g} s",
+            "execute.deadline_seconds = 9: a late search is then named, not lost",
+        )
+    if ranks is None:
+        yield warning("waiting room", "not sized: how many ranks call is not known", "pass --ranks")
+        return
+    at_once, places = ranks * THREADS_PER_RANK, execute.slots + execute.waiting_max
+    if places < at_once:
+        yield error(
+            "waiting room",
+            f"{ranks} ranks call {at_once} times at once, slots and room take {places}: the next "
+            "one closes the latch",
+            f"execute.waiting_max = {at_once - execute.slots} or more",
+        )
+    else:
+        yield ok("waiting room", f"{at_once} calls at once find {places} places")
+
+
+def check_descriptors(config: Config, ranks: int | None) -> Finding:
+    """Whether this process may hold as many connections as will come; ``serve`` raises the soft
+    limit itself, up to the hard one.
+    """
+    name = "descriptors"
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return ok(name, "unlimited")
+    needed = (ranks or 0) * THREADS_PER_RANK + OTHER_DESCRIPTORS
+    wanted = max(needed, config.server.connections_max + OTHER_DESCRIPTORS)
+    if hard < needed:
+        return error(
+            name,
+            f"{hard} are allowed, {ranks} ranks need {needed}",
+            f"ulimit -Hn {wanted}, or LimitNOFILE={wanted} in the unit",
+        )
+    if hard < wanted:
+        return warning(
+            name,
+            f"{hard} are allowed, server.connections_max needs {wanted}",
+            f"ulimit -Hn {wanted}, or server.connections_max = {hard - OTHER_DESCRIPTORS}",
+        )
+    return ok(name, f"{hard} are allowed, {wanted} wanted")
+
+
+def check_user(uid: int, trainer_uid: int | None) -> Finding:
+    """Whether rollout code could read what only the trainer may."""
+    name = "user"
+    if trainer_uid is not None and trainer_uid != uid:
+        rest = ", but root reads every file" if trainer_uid == 0 else ""
+        text = f"this is uid {uid}, the trainer's is {trainer_uid}{rest}"
+        remedy = "run the trainer as another user than root, or the sidecar in a container"
+        return warning(name, text, remedy) if rest else ok(name, text)
+    same = "the trainer's" if trainer_uid == uid else "perhaps the trainer's"
+    return warning(
+        name,
+        f"this is uid {uid}, {same}: code that a rollout runs as the same user can read the "
+        "references and the internal URL",
+        "only another uid or a container separates them; --trainer-uid tells whose it is",
+    )
+
+
+# --- the run directory ----------------------------------------------------------------------------
+
+
+def check_directory(directory: Path | None) -> Finding:
+    """Whether ``serve`` can make the run directory."""
+    name = "run directory"
+    if directory is None:
+        return warning(
+            name, "not named in the configuration", "pass --run-dir, here and to `serve`"
+        )
+    if (directory / "latch.json").exists():
+        return error(name, f"{directory} is a run whose latch is closed", "name a new directory")
+    if (directory / "claim.json").exists():
+        return warning(
+            name, f"{directory} is a run already", "`serve --resume` goes on, or name a new one"
+        )
+    if os.path.lexists(directory):
+        return error(
+            name, f"{directory} exists and is no run", "name a directory that is not there"
+        )
+    parent = directory.parent
+    if not parent.is_dir():
+        return error(name, f"{parent} does not exist", f"mkdir -p {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return error(
+            name, f"{parent} cannot be written by uid {os.geteuid()}", "give it to this user"
+        )
+    return ok(name, f"{directory} can be made")
+
+
+def check_space(config: Config, place: Path, search_bytes: int) -> Finding:
+    """Free space against what the quotas allow; ``search_bytes`` are the records of one search."""
+    name = "free space"
+    need = config.execute.max_calls * search_bytes
+    if config.reward.enabled:
+        for quotas in (config.reward, config.reward.validation):
+            need += quotas.max_scores * SCORE_BYTES + quotas.max_helper_calls * HELPER_CALL_BYTES
+    free = shutil.disk_usage(place).free
+    text = (
+        f"{free / GIB:.1f} GiB at {place}; all quotas together write {need / GIB:.1f} GiB "
+        f"({search_bytes:,} bytes a search)"
+    )
+    if free >= need:
+        return ok(name, text)
+    remedy = "another disk, or smaller quotas (execute.max_calls): a full disk ends the run"
+    # Quotas are bounds and rarely used up: half of what they allow may well be enough.
+    return error(name, text, remedy) if free < need / 2 else warning(name, text, remedy)
+
+
+def check_filesystem(place: Path, mounts: str) -> Finding:
+    """Whether a sync there means anything; ``mounts`` is the text of ``/proc/self/mounts``."""
+    name = "filesystem"
+    found = filesystem_of(place, mounts)
+    if found is None:
+        return warning(name, f"that of {place} is not known", "keep runs on a local disk")
+    kind, options = found
+    if kind in _SYNC_IS_EMPTY or "volatile" in options:
+        return warning(
+            name,
+            f"{place} is {kind}: a sync there keeps nothing, a power cut takes answers that were "
+            "given",
+            "keep runs on a local disk",
+        )
+    if kind in _SYNC_IS_REMOTE or kind.startswith("fuse."):
+        return warning(
+            name,
+            f"{place} is {kind}: every sync crosses a network, and what it promises is the "
+            "server's",
+            "keep runs on a local disk, and copy them when they are done",
+        )
+    return ok(name, f"{place} is {kind}")
+
+
+def filesystem_of(place: Path, mounts: str) -> tuple[str, frozenset[str]] | None:
+    """Kind and options of the filesystem that holds ``place`` (absolute, resolved)."""
+    best: tuple[int, str, frozenset[str]] | None = None
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 4:
+            continue
+        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[1]))
+        depth = len(point.parts)
+        # The last of equal ones: it was mounted over the others.
+        if place.is_relative_to(point) and (best is None or depth >= best[0]):
+            best = depth, fields[2], frozenset(fields[3].split(","))
+    return None if best is None else best[1:]
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder above that is there, links followed."""
+    for folder in (path, *path.parents):
+        if folder.is_dir():
+            return folder.resolve()
+    return Path("/")
