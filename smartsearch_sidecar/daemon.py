@@ -31,6 +31,7 @@ from smartsearch_sidecar.retrieval.providers import Progress
 from smartsearch_sidecar.service import Service
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.edge import EdgeServer, drain, listen, serve
+from smartsearch_sidecar.web.exposition import Sources
 from smartsearch_sidecar.web.routes import Capabilities
 
 EXIT_FINE = 0
@@ -87,6 +88,7 @@ class Daemon:
             routes=config.execute.routes,
             retrieve_topk=config.execute.retrieve_topk,
             observer=self.observer,
+            about={"run": self.files.directory.name, "profile": config.profile},
         )
 
     @property
@@ -118,6 +120,7 @@ class Daemon:
         service = parts.service
         # Before the file that says so: who finds the address must find it answering.
         self.app.serve_with(service, parts.scoring)
+        self.app.operator.open(self._sources(parts, server), parts.facts)
         endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         try:
             await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
@@ -158,6 +161,11 @@ class Daemon:
         except BaseException:
             await asyncio.to_thread(self.files.abandon)
             raise
+
+    def _sources(self, parts: Parts, server: EdgeServer) -> Sources:
+        return Sources(
+            parts.service, parts.scoring, self.observer, lambda: server.open, server.oldest_began
+        )
 
     async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
         """Binds both listeners before the index loads, so that a taken port is told at once."""
@@ -202,6 +210,7 @@ class Daemon:
                     await scoring.slots.wait_idle()
         except TimeoutError:
             self._log.error("work in flight did not end in time", seconds=limit)
+        await self.app.operator.close()
         await drain(server, CONNECTIONS_CLOSE_SECONDS)
         if self._probes is not None:
             await drain(self._probes, CONNECTIONS_CLOSE_SECONDS)

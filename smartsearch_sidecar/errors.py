@@ -147,6 +147,12 @@ class NoSuchPage(SidecarError):
     code: ClassVar[str] = "not_found"
 
 
+class TooManyViewers(SidecarError):
+    """As many of the operator's pages follow the run as may; the run is not touched."""
+
+    code: ClassVar[str] = "too_many_viewers"
+
+
 class NotReady(SidecarError):
     """The provider is still loading."""
 

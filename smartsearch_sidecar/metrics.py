@@ -197,13 +197,9 @@ class Observer:
         if step is not None:
             step(self, number or 0, data, documents)
 
-    def oldest(self, route: str) -> float:
-        """Seconds since the oldest search or score that is not settled was admitted; else 0."""
-        begun = self._scores.values() if route == "reward" else self._begun()
-        return max(0.0, time.monotonic() - min(begun, default=float("inf")))
-
-    def _begun(self) -> list[float]:
-        return [began for began, _ in self._searches.values()]
+    def oldest_score(self) -> float:
+        """Seconds since the oldest score that is not settled was admitted; 0 if there is none."""
+        return max(0.0, time.monotonic() - min(self._scores.values(), default=float("inf")))
 
     # --- one step a kind --------------------------------------------------------------------------
 

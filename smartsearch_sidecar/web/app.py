@@ -8,11 +8,12 @@ deadline, and whoever could not be served then closes the latch as soon as there
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
 import structlog
+from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.metrics import Observer
@@ -20,6 +21,7 @@ from smartsearch_sidecar.scoring import Scoring
 from smartsearch_sidecar.service import Answer, Service
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.internal import InternalRoutes
+from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.routes import (
     STATUS,
     Capabilities,
@@ -45,9 +47,13 @@ class App:
         routes: Collection[str] = ("execute",),
         retrieve_topk: int = 3,
         observer: Observer | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        """``routes`` and ``retrieve_topk`` are the keys of ``[execute]``."""
+        """``routes`` and ``retrieve_topk`` are the keys of ``[execute]``; ``about`` names the run
+        on its page.
+        """
         self.observer = observer or Observer()
+        self.operator = OperatorRoutes(self.observer, about or {})
         self._capabilities = capabilities
         self._body_bytes_max = body_bytes_max
         self._body_seconds = body_seconds
@@ -56,7 +62,7 @@ class App:
         self._ready = asyncio.Event()
         self._early: errors.SidecarError | None = None
         self._log = structlog.get_logger("web")
-        self._internal = InternalRoutes(self._read_body, _json, self.observer)
+        self._internal = InternalRoutes(self._read_body, _json, self.operator)
         self._serves_execute = "execute" in routes
         self._searches = SearchRoutes(
             routes,
@@ -110,7 +116,7 @@ class App:
 
     # --- dispatch ---------------------------------------------------------------------------------
 
-    async def handle(self, request: EdgeRequest) -> Reply:
+    async def handle(self, request: EdgeRequest) -> Reply | web.StreamResponse:
         """Every request of every route."""
         raw = request.raw_target
         if self._capabilities.is_execute(raw) and request.method == "POST" and self._serves_execute:

@@ -408,11 +408,12 @@ class Edge(RequestHandler):
         return self._first is not None or self.idle()
 
     def unanswered_since(self) -> float:
-        """Loop time of the first byte of a request of ours that is not answered; else infinite."""
+        """Loop time of the first byte of a rollout's request not yet answered; else infinite."""
         request = self._current_request
-        if self.authenticated and isinstance(request, EdgeRequest) and not request.delivered:
-            return request.began
-        return float("inf")
+        if not self.authenticated or not isinstance(request, EdgeRequest) or request.delivered:
+            return float("inf")
+        target = request.raw_target.encode("utf-8", "surrogateescape")
+        return request.began if target.startswith(self.server.needle) else float("inf")
 
     def idle(self) -> bool:
         """Whether it waits for a request and no byte of one is here or in the kernel."""

@@ -11,15 +11,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
+from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
 from smartsearch_sidecar.contract_reward import RewardItem, parse_reward, parse_reward_batch
-from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring import Scoring, as_reward_failure
 from smartsearch_sidecar.service import Service
 from smartsearch_sidecar.status import health_report, status_report
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply
+from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.routes import Target
 
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
@@ -36,12 +37,14 @@ Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 class InternalRoutes:
     """``service`` is set once the run is claimed, ``scoring`` with it where rewards are enabled."""
 
-    def __init__(self, read_body: ReadBody, answer_json: AnswerJson, observer: Observer) -> None:
+    def __init__(
+        self, read_body: ReadBody, answer_json: AnswerJson, operator: OperatorRoutes
+    ) -> None:
         self.service: Service | None = None
         self.scoring: Scoring | None = None
         self._read_body = read_body
         self._answer_json = answer_json
-        self._observer = observer
+        self._operator = operator
         self._routes: dict[tuple[str, ...], dict[str, Handler]] = {
             ("health",): {"GET": self._health},
             ("status",): {"GET": self._status},
@@ -51,8 +54,15 @@ class InternalRoutes:
             ("reward", "batch"): {"POST": self._reward_batch},
         }
 
-    async def dispatch(self, request: EdgeRequest, target: Target) -> Reply:
+    async def dispatch(self, request: EdgeRequest, target: Target) -> Reply | web.StreamResponse:
         """Serves an authenticated internal request; raises the named error that answers it."""
+        page = self._operator.pages.get(target.segments)
+        if page is not None:
+            if request.method != "GET":
+                raise errors.MethodNotAllowed("pages are read")
+            shown = await page(request, target.query)
+            self._operator.count(self.route(target), "ok")
+            return shown
         methods = self._routes.get(target.segments)
         if methods is None:
             raise errors.NoSuchPage("no internal route of this name")
@@ -61,11 +71,13 @@ class InternalRoutes:
             raise errors.MethodNotAllowed("not with this method")
         status, value = await handler(request, target)
         outcome = "ok" if status < 400 else f"status_{status}"
-        self._observer.requests[self.route(target), outcome] += 1
+        self._operator.count(self.route(target), outcome)
         return self._answer_json(request, status, value)
 
     def route(self, target: Target) -> str:
         """The route a target names, as one of few words."""
+        if target.segments in self._operator.pages:
+            return target.segments[0] or "page" if target.segments else "page"
         return "/".join(target.segments) if target.segments in self._routes else "unserved"
 
     def _need_service(self) -> Service:

@@ -58,6 +58,7 @@ STATUS: dict[str, int] = {
     "helper_not_sent": 502,
     "operator_request": 400,
     "not_ready": 503,
+    "too_many_viewers": 503,
 }
 
 # What a caller is told. The sentences are constant, so that nothing of a request, a capability or a
@@ -85,6 +86,7 @@ SENTENCE: dict[str, str] = {
     "provenance_broken": "A result block is no answer of this run; ask /health for the cause.",
     "operator_request": "A parameter or the body of this internal request is not allowed.",
     "not_ready": "The index is still loading.",
+    "too_many_viewers": "Too many pages follow this run; close one.",
 }
 
 

@@ -1,0 +1,260 @@
+"""What an operator looks at: the page, its live events, recent requests, the metrics.
+
+One task takes a tick a second, whether anybody looks or not, so that the page shows what went
+before it was opened. A tick is told to viewers as one server-sent event, encoded once; a viewer
+that is slow misses ticks, never memory. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+import orjson
+from aiohttp import web
+
+from smartsearch_sidecar import __version__, errors
+from smartsearch_sidecar.ledger.queries import readable_query
+from smartsearch_sidecar.ledger.sentences import printable
+from smartsearch_sidecar.metrics import ANSWER_SECONDS, Observer, Recent
+from smartsearch_sidecar.recorder import sayable
+from smartsearch_sidecar.status import status_report
+from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
+from smartsearch_sidecar.web.exposition import Sources, exposition, quotas
+from smartsearch_sidecar.web.history import COLUMNS, TICK_SECONDS, History, Snapshot
+from smartsearch_sidecar.web.page import HEADERS, HTML
+from smartsearch_sidecar.web.remedies import GOING_ON, remedy
+
+VIEWERS_MAX: Final = 16  # each costs a few KB a second and a connection
+QUERY_CHARACTERS: Final = 200  # of a query in the list; the whole one comes with its passages
+RETRY_MILLISECONDS: Final = 2000  # until a browser asks again after a lost stream
+
+Page = Callable[[EdgeRequest, str], Awaitable[Reply | web.StreamResponse]]
+
+
+class OperatorRoutes:
+    """The operator's pages of one process; ``open`` once the run is claimed, ``close`` at its end.
+
+    Handlers raise ``NotReady`` before; the page itself is always there.
+    """
+
+    def __init__(self, observer: Observer, about: Mapping[str, Any]) -> None:
+        """``about`` holds what names the run: strings for a person, never a capability."""
+        self._observer = observer
+        self._about = dict(about)
+        self._sources: Sources | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._history = History(ANSWER_SECONDS)
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._told = 0  # serial of the newest request that was told to viewers
+        self._tick = b""
+        self.viewers: set[asyncio.Event] = set()
+        self.pages: dict[tuple[str, ...], Page] = {
+            (): self._page,
+            ("",): self._page,
+            ("events",): self._events,
+            ("recent",): self._recent,
+            ("metrics",): self._metrics,
+        }
+
+    def open(self, sources: Sources, facts: Mapping[str, Any]) -> None:
+        """Begins to take ticks; ``facts`` are the identities as claimed."""
+        self._sources, self._facts = sources, facts
+        self._take(sources)
+        self._task = asyncio.get_running_loop().create_task(self._run(sources), name="operator")
+
+    async def close(self) -> None:
+        """Ends the ticks and every viewer's stream."""
+        self._closing.set()
+        for viewer in self.viewers:
+            viewer.set()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def count(self, route: str, outcome: str) -> None:
+        """A request of an internal route was answered."""
+        self._observer.requests[route, outcome] += 1
+
+    # --- ticks ------------------------------------------------------------------------------------
+
+    async def _run(self, sources: Sources) -> None:
+        latched = sources.service.recorder.latched
+        known = latched.is_set()
+        while True:
+            try:
+                async with asyncio.timeout(TICK_SECONDS):
+                    # A failure is told at once; afterwards there is nothing to be waited for.
+                    await (asyncio.sleep(2 * TICK_SECONDS) if known else latched.wait())
+            except TimeoutError:
+                pass
+            known = latched.is_set()
+            self._take(sources)
+
+    def _take(self, sources: Sources) -> None:
+        service = sources.service
+        state = service.state
+        if state.closed and self._observer.latched_at is None and self._task is not None:
+            self._observer.latched_at = time.time()  # a ledger that failed could not say so
+        found = quotas(service)
+        grown = self._history.add(
+            Snapshot(
+                at=time.time(),
+                answers=state.responses + state.declined,
+                service=tuple(self._observer.service.counts),
+                waiting=service.slots.waiting,
+                in_service=service.slots.in_service,
+                scores=sum(one.score_responses for one in state.scores.splits.values()),
+                used=tuple(quota.used for quota in found),
+                left=tuple(quota.left for quota in found),
+            )
+        )
+        if self.viewers:
+            value = {**self._now(sources), "row": self._history.newest()}
+            if grown:
+                value["whole"] = self._history.whole()
+            value["recent"] = self._requests_after(self._told)
+            self._tick = _event("tick", value)
+            for viewer in self.viewers:
+                viewer.set()
+        self._told = self._observer.serial
+
+    def _now(self, sources: Sources) -> dict[str, Any]:
+        """What a tick says; JSON values."""
+        service, observer = sources.service, self._observer
+        cause = service.state.cause
+        found = zip(quotas(service), self._history.rates(), strict=True)
+        return {
+            "at": time.time(),
+            "status": status_report(service),
+            "failure": None
+            if cause is None
+            else {
+                **cause.as_data(),
+                "at": observer.latched_at,
+                "remedy": remedy(cause.cause),
+                "going_on": GOING_ON,
+            },
+            "oldest_seconds": sources.oldest_seconds(),
+            "helper_failures": dict(observer.helper_failures),
+            "quotas": [
+                {
+                    "name": quota.name,
+                    "split": quota.split,
+                    "unit": quota.unit,
+                    "used": quota.used,
+                    "most": quota.most,
+                    "rate": round(rate, 4),
+                    "seconds_left": round(quota.left / rate) if rate > 0 else None,
+                }
+                for quota, rate in found
+            ],
+            "checkpoints": [
+                {"at": one.at, "number": one.number, "step": one.step, "accepted": one.accepted}
+                for one in reversed(observer.checkpoints)
+            ],
+        }
+
+    def _requests_after(self, serial: int) -> list[dict[str, Any]]:
+        return [_listed(one) for one in self._observer.recent if one.serial > serial]
+
+    # --- pages ------------------------------------------------------------------------------------
+
+    async def _page(self, request: EdgeRequest, query: str) -> Reply:
+        return _deliver(request, HTML, "text/html; charset=utf-8", HEADERS)
+
+    async def _metrics(self, request: EdgeRequest, query: str) -> Reply:
+        body, content_type = exposition(self._need(), request.headers.get("Accept", ""))
+        return _deliver(request, body, content_type)
+
+    async def _recent(self, request: EdgeRequest, query: str) -> Reply:
+        """``recent?serial=N``: one of the last requests, its whole query and its passages."""
+        self._need()
+        name, _, value = query.partition("=")
+        if name != "serial" or not (value.isascii() and value.isdigit() and len(value) < 16):
+            raise errors.OperatorRequest("name one request: recent?serial=NUMBER")
+        for one in self._observer.recent:
+            if one.serial == int(value):
+                head = orjson.dumps({**_listed(one), "query": _query(one)})
+                body = head[:-1] + b',"documents":' + (one.documents_json or b"null") + b"}"
+                return _deliver(request, body, "application/json")
+        raise errors.NoSuchPage("this request is no longer among the last ones; the ledger has it")
+
+    async def _events(self, request: EdgeRequest, query: str) -> web.StreamResponse:
+        sources = self._need()
+        if len(self.viewers) >= VIEWERS_MAX or self._closing.is_set():
+            raise errors.TooManyViewers(f"{VIEWERS_MAX} pages are open already")
+        viewer = asyncio.Event()
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        self.viewers.add(viewer)
+        try:
+            await stream.prepare(request)
+            await stream.write(b"retry: %d\n\n" % RETRY_MILLISECONDS + self._hello(sources))
+            while not self._closing.is_set():
+                await viewer.wait()
+                viewer.clear()
+                if not self._closing.is_set():
+                    await stream.write(self._tick)
+            await stream.write_eof()
+        except ConnectionError:
+            pass  # the page was closed: that is how every viewer ends
+        finally:
+            self.viewers.discard(viewer)
+        return stream
+
+    def _hello(self, sources: Sources) -> bytes:
+        return _event(
+            "hello",
+            {
+                **self._now(sources),
+                "about": {
+                    **self._about,
+                    "version": __version__,
+                    "started_at": self._observer.started_at,
+                    "claim_sha256": sources.service.state.claim_sha256,
+                },
+                "facts": self._facts,
+                "columns": COLUMNS,
+                "latest": self._history.latest(),
+                "whole": self._history.whole(),
+                "recent": self._requests_after(0),
+            },
+        )
+
+    def _need(self) -> Sources:
+        if self._sources is None:
+            raise errors.NotReady("the index is still loading")
+        return self._sources
+
+
+def _event(name: str, value: Any) -> bytes:
+    """One server-sent event; compact JSON holds no line end."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(value))
+
+
+def _listed(one: Recent) -> dict[str, Any]:
+    query = _query(one)
+    return {
+        "serial": one.serial,
+        "at": one.at,
+        "number": one.number,
+        "query": printable(query, QUERY_CHARACTERS),
+        "outcome": one.outcome,
+        "took": one.took,
+        "passages": one.documents_json is not None,
+    }
+
+
+def _query(one: Recent) -> str:
+    return sayable(readable_query(one.words)) if one.words else ""
+
+
+def _deliver(
+    request: EdgeRequest, body: bytes, content_type: str, extra: Mapping[str, str] | None = None
+) -> Reply:
+    close = not request.keep_alive
+    head = response_head(200, len(body), content_type=content_type, close=close, extra=extra)
+    return request.deliver(head, body)
