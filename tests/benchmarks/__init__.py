@@ -1,0 +1,1 @@
+"""Figures beside those of our peers; not part of ``make test``."""
