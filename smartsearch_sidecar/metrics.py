@@ -32,6 +32,7 @@ BATCH_RECORDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.
 ROLLOUT_SEARCHES: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0)
 
 RECENT_REQUESTS: Final = 50
+USUAL: Final = frozenset({"miss", "shared", "hit", "declined"})  # outcomes that are no failure
 RECENT_CHECKPOINTS: Final = 20
 PREFIX: Final = "smartsearch_"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from aiohttp import web
 from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.ledger.queries import readable_query
 from smartsearch_sidecar.ledger.sentences import printable
-from smartsearch_sidecar.metrics import ANSWER_SECONDS, Observer, Recent
+from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
 from smartsearch_sidecar.recorder import sayable
 from smartsearch_sidecar.status import status_report
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
@@ -28,6 +29,9 @@ from smartsearch_sidecar.web.page import HEADERS, HTML
 from smartsearch_sidecar.web.remedies import GOING_ON, remedy
 
 VIEWERS_MAX: Final = 16  # each costs a few KB a second and a connection
+LISTED_A_TICK: Final = 4  # requests; a list of every one would change faster than anybody reads
+LISTED: Final = 50
+KEPT: Final = 4 * LISTED  # so that what a page lists can still be opened for a while
 QUERY_CHARACTERS: Final = 200  # of a query in the list; the whole one comes with its passages
 RETRY_MILLISECONDS: Final = 2000  # until a browser asks again after a lost stream
 
@@ -49,7 +53,8 @@ class OperatorRoutes:
         self._history = History(ANSWER_SECONDS)
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._told = 0  # serial of the newest request that was told to viewers
+        self._kept: deque[Recent] = deque(maxlen=KEPT)
+        self._seen = 0  # serial of the newest request that was looked at
         self._tick = b""
         self.viewers: set[asyncio.Event] = set()
         self.pages: dict[tuple[str, ...], Page] = {
@@ -99,6 +104,8 @@ class OperatorRoutes:
         state = service.state
         if state.closed and self._observer.latched_at is None and self._task is not None:
             self._observer.latched_at = time.time()  # a ledger that failed could not say so
+        chosen = self._choose()
+        self._kept.extend(chosen)
         found = quotas(service)
         grown = self._history.add(
             Snapshot(
@@ -116,11 +123,18 @@ class OperatorRoutes:
             value = {**self._now(sources), "row": self._history.newest()}
             if grown:
                 value["whole"] = self._history.whole()
-            value["recent"] = self._requests_after(self._told)
+            value["recent"] = [_listed(one) for one in chosen]
             self._tick = _event("tick", value)
             for viewer in self.viewers:
                 viewer.set()
-        self._told = self._observer.serial
+
+    def _choose(self) -> list[Recent]:
+        """The requests of this tick that pages list: what failed, and the newest of the rest."""
+        fresh = [one for one in self._observer.recent if one.serial > self._seen]
+        self._seen = self._observer.serial
+        usual = [one.serial for one in fresh if one.outcome in USUAL]
+        left_out = set(usual[:-LISTED_A_TICK])
+        return [one for one in fresh if one.serial not in left_out]
 
     def _now(self, sources: Sources) -> dict[str, Any]:
         """What a tick says; JSON values."""
@@ -158,9 +172,6 @@ class OperatorRoutes:
             ],
         }
 
-    def _requests_after(self, serial: int) -> list[dict[str, Any]]:
-        return [_listed(one) for one in self._observer.recent if one.serial > serial]
-
     # --- pages ------------------------------------------------------------------------------------
 
     async def _page(self, request: EdgeRequest, query: str) -> Reply:
@@ -176,7 +187,7 @@ class OperatorRoutes:
         name, _, value = query.partition("=")
         if name != "serial" or not (value.isascii() and value.isdigit() and len(value) < 16):
             raise errors.OperatorRequest("name one request: recent?serial=NUMBER")
-        for one in self._observer.recent:
+        for one in self._kept:
             if one.serial == int(value):
                 head = orjson.dumps({**_listed(one), "query": _query(one)})
                 body = head[:-1] + b',"documents":' + (one.documents_json or b"null") + b"}"
@@ -220,7 +231,7 @@ class OperatorRoutes:
                 "columns": COLUMNS,
                 "latest": self._history.latest(),
                 "whole": self._history.whole(),
-                "recent": self._requests_after(0),
+                "recent": [_listed(one) for one in list(self._kept)[-LISTED:]],
             },
         )
 

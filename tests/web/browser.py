@@ -1,0 +1,192 @@
+"""A small client of headless Chromium over its DevTools protocol: enough to look at one page.
+
+Real browser, real page, nothing of ours replaced. What a page says on its console, every exception
+and every request it makes is kept, so that a test can ask that there were none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+PATIENCE = 20.0  # seconds; a browser that starts on a loaded machine takes some
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--no-first-run", "--disable-extensions", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--no-proxy-server"),
+    "--remote-debugging-port=0",
+)
+
+
+def installed() -> str | None:
+    """The browser's program, if there is one."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, session_id: str) -> None:
+        self._socket = socket
+        self._session_id = session_id
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.reader: asyncio.Task[None] | None = None
+
+    async def read(self) -> None:
+        """Hands answers to those who wait, and keeps what the page does by itself."""
+        async for message in self._socket:
+            value = json.loads(message.data)
+            waiting = self._waiting.pop(value.get("id", 0), None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(value)
+            self._hear(value.get("method", ""), value.get("params", {}))
+
+    def _hear(self, method: str, given: dict[str, Any]) -> None:
+        if method == "Network.requestWillBeSent":
+            self.requests.append(given["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            details = given["exceptionDetails"]
+            thrown = details.get("exception", {}).get("description", details["text"])
+            self.complaints.append(str(thrown))
+        elif method == "Runtime.consoleAPICalled":
+            words = [str(one.get("value", one.get("description"))) for one in given["args"]]
+            self.complaints.append(f"{given['type']}: {' '.join(words)}")
+        elif method == "Log.entryAdded":
+            self.complaints.append(f"{given['entry']['level']}: {given['entry']['text']}")
+
+    async def call(self, method: str, **given: Any) -> dict[str, Any]:
+        """One command of the protocol; fails where the browser refuses it."""
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        await self._socket.send_json(
+            {"id": number, "sessionId": self._session_id, "method": method, "params": given}
+        )
+        async with asyncio.timeout(PATIENCE):
+            value = await answer
+        assert "error" not in value, f"{method}: {value['error']}"
+        result: dict[str, Any] = value["result"]
+        return result
+
+    async def open(self, url: str) -> None:
+        """Goes to an address; the page may still be loading."""
+        await self.call("Page.navigate", url=url)
+
+    async def ask(self, expression: str) -> Any:
+        """The value of a JavaScript expression, awaited."""
+        value = await self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in value, value
+        return value["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """Waits until the expression is true (between two pages it may not even be askable)."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                with contextlib.suppress(AssertionError):
+                    value = await self.ask(expression)
+                    if value:
+                        return value
+                await asyncio.sleep(0.02)
+
+    async def text(self, selector: str = "body") -> str:
+        """What a person reads there."""
+        return str(await self.ask(f"document.querySelector({selector!r}).innerText"))
+
+    async def press(self, key: str, *, code: int, text: str = "") -> None:
+        """One key, down and up."""
+        given: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **given)
+
+    async def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
+        """Sets the window and the colour scheme."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def picture(self, path: Path) -> None:
+        """The whole page as a PNG file."""
+        value = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        await asyncio.to_thread(path.write_bytes, base64.b64decode(value["data"]))
+
+
+async def _address(process: asyncio.subprocess.Process, profile: Path) -> str:
+    """Where the browser listens: it writes a file once it does."""
+    told = profile / "DevToolsActivePort"
+    async with asyncio.timeout(PATIENCE):
+        while not (told.exists() and len(told.read_text().splitlines()) > 1):
+            assert process.returncode is None, f"the browser ended with {process.returncode}"
+            await asyncio.sleep(0.02)
+    port, path = told.read_text().splitlines()[:2]
+    return f"ws://127.0.0.1:{port}{path}"
+
+
+@asynccontextmanager
+async def browsing(program: str, profile: Path) -> AsyncIterator[Page]:
+    """A fresh browser with one empty tab; ``profile`` is a folder of its own."""
+    process = await asyncio.create_subprocess_exec(
+        program,
+        *FLAGS,
+        f"--user-data-dir={profile}",
+        "about:blank",
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(await _address(process, profile), max_msg_size=0) as socket,
+        ):
+            page = await _attached(socket)
+            try:
+                yield page
+            finally:
+                assert page.reader is not None
+                page.reader.cancel()
+                await asyncio.wait([page.reader])
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def _attached(socket: aiohttp.ClientWebSocketResponse) -> Page:
+    await socket.send_json({"id": 1, "method": "Target.createTarget", "params": {"url": ""}})
+    target = await _answer(socket, 1)
+    given = {"targetId": target["targetId"], "flatten": True}
+    await socket.send_json({"id": 2, "method": "Target.attachToTarget", "params": given})
+    page = Page(socket, (await _answer(socket, 2))["sessionId"])
+    page.reader = asyncio.create_task(page.read())
+    for domain in ("Page", "Runtime", "Log", "Network"):
+        await page.call(f"{domain}.enable")
+    return page
+
+
+async def _answer(socket: aiohttp.ClientWebSocketResponse, number: int) -> dict[str, Any]:
+    while True:
+        value = json.loads((await socket.receive()).data)
+        if value.get("id") == number:
+            result: dict[str, Any] = value["result"]
+            return result
