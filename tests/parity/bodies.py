@@ -13,12 +13,28 @@ from tests.property.test_contract_properties import TEXT, calls
 TAGS = ["<search>", "</think>", "<RESULT>", "</Answer>", "< think>", "<searching>", "<|im_end|>"]
 WORDS = ["Ada Lovelace", "東京", "e\u0301", "a\u00a0b", "\ud800", "\x00", "'\"", "\\", "x" * 4090]
 
+QUERIES = {
+    "empty": "",
+    "a space": " ",
+    "blank": "\t\n\u2003\x1f\x85",
+    "zero width": "\u200b",
+    "4,096 bytes": "x" * 4096,
+    "4,097 bytes": "x" * 4097,
+    "4,096 bytes padded": " " + "x" * 4095,
+    "4,095 bytes of CJK": "東" * 1365,
+    "4,098 bytes of CJK": "東" * 1366,
+    "8,192 bytes of call": "x" * (8192 - len("wikipedia_search(query='', top_n=5)")),
+    "8,193 bytes of call": "x" * (8193 - len("wikipedia_search(query='', top_n=5)")),
+    "a lone surrogate": "\ud800",
+    "surrogates that pair": "\ud83d\ude00",
+    **{f"a tag {tag}": f"x {tag} y" for tag in TAGS},
+}
 queries = st.one_of(
     TEXT,
     st.lists(st.sampled_from([*TAGS, *WORDS, " ", "\n", "\u3000"]), max_size=3).map("".join),
     st.integers(4094, 4098).map(lambda size: "x" * size),
     st.integers(1363, 1367).map(lambda size: "東" * size),
-    st.sampled_from(["", " ", "\t\n", "\u2003\x1f", "\u200b", "\x85"]),
+    st.sampled_from(sorted(QUERIES)).map(QUERIES.__getitem__),
 )
 spellings = st.sampled_from(
     [

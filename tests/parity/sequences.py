@@ -39,63 +39,59 @@ plans = st.one_of(
     st.sampled_from(sorted(FINGERPRINTS)).map(lambda name: Plan(after=name)),
 )
 
-targets = st.sampled_from(
-    [
-        TARGET,
-        TARGET + "/",
-        TARGET + "?",
-        TARGET + "?q=/x",
-        TARGET + "#x",
-        f"/{CAPABILITY}/",
-        f"/{CAPABILITY}",
-        f"/{CAPABILITY}?x/execute",
-        f"/{CAPABILITY}#/execute",
-        f"/{CAPABILITY}//execute",
-        f"/{CAPABILITY}/EXECUTE",
-        f"/{CAPABILITY}/execut%65",
-        f"/{CAPABILITY}/health",
-        f"/{CAPABILITY[:-1]}/execute",
-        f"/{CAPABILITY}x/execute",
-        f"/{CAPABILITY.upper()}/execute",
-        f"/%65{CAPABILITY[1:]}/execute",
-        f"http://127.0.0.1/{CAPABILITY}/execute",
-        f"//x/{CAPABILITY}/execute",
-        "/",
-        "/execute",
-        "//execute",
-        "/../execute",
-        f"/x/../{CAPABILITY}/execute",
-    ]
+TARGETS = (
+    TARGET,
+    TARGET + "/",
+    TARGET + "?",
+    TARGET + "?q=/x",
+    TARGET + "#x",
+    f"/{CAPABILITY}/",
+    f"/{CAPABILITY}",
+    f"/{CAPABILITY}?x/execute",
+    f"/{CAPABILITY}#/execute",
+    f"/{CAPABILITY}//execute",
+    f"/{CAPABILITY}/EXECUTE",
+    f"/{CAPABILITY}/execut%65",
+    f"/{CAPABILITY}/health",
+    f"/{CAPABILITY[:-1]}/execute",
+    f"/{CAPABILITY}x/execute",
+    f"/{CAPABILITY.upper()}/execute",
+    f"/%65{CAPABILITY[1:]}/execute",
+    f"http://127.0.0.1/{CAPABILITY}/execute",
+    f"//x/{CAPABILITY}/execute",
+    "/",
+    "/execute",
+    "//execute",
+    "/../execute",
+    f"/x/../{CAPABILITY}/execute",
 )
-methods = st.sampled_from(["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND"])
-media_types = st.sampled_from(
-    [
-        (),
-        ("Content-Type: application/json; charset=utf-8",),
-        ("Content-Type:application/JSON",),
-        ("Content-Type: application/json;",),
-        ("Content-Type: application/json, text/plain",),
-        ("Content-Type: text/json",),
-        ("Content-Type: application/json/x",),
-        ("Content-Type: json",),
-        ("Content-Type: ",),
-        ("Content-Type: application/x-www-form-urlencoded",),
-    ]
+METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "PROPFIND")
+MEDIA_TYPES = (
+    (),
+    ("Content-Type: application/json; charset=utf-8",),
+    ("Content-Type:application/JSON",),
+    ("Content-Type: application/json;",),
+    ("Content-Type: application/json, text/plain",),
+    ("Content-Type: text/json",),
+    ("Content-Type: application/json/x",),
+    ("Content-Type: json",),
+    ("Content-Type: ",),
+    ("Content-Type: application/x-www-form-urlencoded",),
 )
-further = st.sampled_from(
-    [
-        "Connection: close",
-        "Connection: keep-alive",
-        "Content-Encoding: gzip",
-        "Expect: 100-continue",
-        "Accept-Encoding: gzip, deflate",
-        "User-Agent: python-requests/2.32.4",
-        "Upgrade: h2c",
-        "Authorization: Bearer x",
-        "X-Forwarded-For: 10.0.0.1",
-        "Cookie: a=\xe9",
-    ]
+FURTHER = (
+    "Connection: close",
+    "Connection: keep-alive",
+    "Content-Encoding: gzip",
+    "Expect: 100-continue",
+    "Accept-Encoding: gzip, deflate",
+    "User-Agent: python-requests/2.32.4",
+    "Upgrade: h2c",
+    "Authorization: Bearer x",
+    "X-Forwarded-For: 10.0.0.1",
+    "Cookie: a=\xe9",
 )
+SIZES = (16_383, 16_384, 16_385, 70_000)
+EMPTY_LENGTHS = ("0", "000", None)
 CHUNKED = message(
     b"2\r\n{}\r\n0\r\n\r\n", headers=(JSON_TYPE, "Transfer-Encoding: chunked"), length=None
 )
@@ -122,30 +118,39 @@ def posted(draw: st.DrawFn) -> Step:
     return Step(message(body), body=body)
 
 
+EDGE_BODY = json.dumps(native_body("edge")).encode()
+
+
+def edge(body: bytes = EDGE_BODY, **words: Any) -> Step:
+    """A good body behind a message of another kind."""
+    return Step(message(body, **words), body=body)
+
+
+EDGES: dict[str, Step] = {
+    **{f"target {target}": edge(target=target) for target in TARGETS},
+    **{f"method {method}": edge(method=method) for method in METHODS},
+    **{f"type {' '.join(lines)}": edge(headers=lines) for lines in MEDIA_TYPES},
+    **{f"header {line}": edge(headers=(JSON_TYPE, line)) for line in FURTHER},
+    **{f"size {size}": edge(EDGE_BODY.ljust(size)) for size in SIZES},
+    **{f"length {length} and no body": edge(b"", length=length) for length in EMPTY_LENGTHS},
+    "a length with zeros before": edge(length=f"000{len(EDGE_BODY)}"),
+    "HTTP/1.0": edge(version="HTTP/1.0"),
+    "chunked": Step(CHUNKED),
+}
+
+
 @st.composite
 def at_the_edge(draw: st.DrawFn) -> Step:
-    """A good body behind a target, method or headers of another kind."""
-    body = json.dumps(native_body("edge")).encode()
-    words: dict[str, Any] = {
-        "headers": (JSON_TYPE, *draw(st.lists(further, max_size=3, unique=True)))
-    }
-    match draw(st.integers(0, 6)):
-        case 0:
-            words["target"] = draw(targets)
-        case 1:
-            words["method"] = draw(methods)
-            words["target"] = draw(targets)
-        case 2:
-            words["headers"] = draw(media_types)
-        case 3:
-            body += b" " * (draw(st.sampled_from([16_383, 16_384, 16_385, 70_000])) - len(body))
-        case 4:
-            body, words["length"] = b"", draw(st.sampled_from(["0", "000", None]))
-        case 5:
-            words["length"] = f"000{len(body)}"
-        case 6:
-            words["version"] = "HTTP/1.0"
-    return Step(message(body, **words), body=body)
+    """Several slips in one message."""
+    lines = draw(st.lists(st.sampled_from(FURTHER), max_size=3, unique=True))
+    types = draw(st.just((JSON_TYPE,)) | st.sampled_from(MEDIA_TYPES))
+    size = draw(st.just(len(EDGE_BODY)) | st.sampled_from(SIZES))
+    return edge(
+        EDGE_BODY.ljust(size),
+        method=draw(st.just("POST") | st.just("POST") | st.sampled_from(METHODS)),
+        target=draw(st.just(TARGET) | st.sampled_from(TARGETS)),
+        headers=(*types, *lines),
+    )
 
 
 odd = st.sampled_from(sorted(ODD)).map(lambda name: Step(ODD[name].request, odd=name))
@@ -158,9 +163,8 @@ steps = st.one_of(
     posted(),
     posted(),
     at_the_edge(),
-    at_the_edge(),
+    st.sampled_from(sorted(EDGES)).map(EDGES.__getitem__),
     odd,
-    st.just(Step(CHUNKED)),
 )
 sequences = st.builds(
     Sequence,

@@ -22,10 +22,11 @@ import uvloop
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.parity.bodies import QUERIES
 from tests.parity.messages import ODD
 from tests.parity.play import Sequence, Step, play
 from tests.parity.retriever import FINGERPRINTS, SEARCHES, Plan
-from tests.parity.sequences import posted, queried, sequences
+from tests.parity.sequences import EDGES, posted, queried, sequences
 from tests.parity.sides import LIMIT, needs_reference
 from tests.parity.wire import asking, message
 
@@ -98,6 +99,18 @@ async def test_every_identity(tmp_path: Path, name: str, when: str) -> None:
     """An identity that changed, or cannot be told, before or after a search fails both alike."""
     plan = Plan(**{when: name})
     await play(tmp_path, Sequence((Step(asking("a")), Step(asking("b"), plan), Step(asking("c")))))
+
+
+@pytest.mark.parametrize("name", sorted(EDGES))
+async def test_every_message_at_the_edge(tmp_path: Path, name: str) -> None:
+    """Each target, method, media type, header, size and framing is refused or served alike."""
+    await play(tmp_path, Sequence((EDGES[name], Step(asking("next")))))
+
+
+@pytest.mark.parametrize("name", sorted(QUERIES))
+async def test_every_kind_of_query(tmp_path: Path, name: str) -> None:
+    """Each kind of query, at its bounds, is searched, refused or failed alike."""
+    await play(tmp_path, Sequence((Step(asking(QUERIES[name])), Step(asking("next")))))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
