@@ -10,7 +10,16 @@ import sys
 import typer
 
 from smartsearch_sidecar import __version__, errors
-from smartsearch_sidecar.commands import canaries, check, demo, doctor, index, ledger, serve
+from smartsearch_sidecar.commands import (
+    canaries,
+    check,
+    demo,
+    doctor,
+    index,
+    ledger,
+    rehearse,
+    serve,
+)
 
 app = typer.Typer(
     name="smartsearch-sidecar",
@@ -39,6 +48,7 @@ def _root(
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("rehearse")(rehearse.rehearse)
 app.command("url")(check.url)
 app.command("check")(check.check)
 app.command("latch")(check.latch)

@@ -16,11 +16,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.listening import bind
+from smartsearch_sidecar.rehearsal.shape import CLIENT_SECONDS, THREADS_PER_RANK
 
-THREADS_PER_RANK = 8
-"""Calls a rank of the pinned rollout has out at once."""
-CLIENT_SECONDS = 10.0
-"""After which the pinned client leaves."""
 OTHER_DESCRIPTORS = 256
 """Beside connections: journal, index, helper and retriever; the daemon asks for the same."""
 SCORE_BYTES = 24 * 1024
