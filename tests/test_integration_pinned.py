@@ -266,7 +266,7 @@ WRONG: dict[str, Any] = {
     "not json": b"<html>",
     "empty": b"",
     "deep": b"[" * 100_000,
-    "huge": b" " * (5 * 1024 * 1024),
+    "huge": b'{"reward": 1.0}' + b" " * (5 * 1024 * 1024),
     "hang up": HANG_UP,
     "redirect": (302, {"reward": 1.0}),
     "accepted": (202, {"reward": 1.0}),

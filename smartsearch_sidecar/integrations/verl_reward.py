@@ -70,11 +70,6 @@ class _Failed:
 
     def __init__(self) -> None:
         self.first: str | None = None
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type[_Failed], tuple[()]]:
-        """A lock cannot travel; a worker that is sent this file's functions begins afresh."""
-        return _Failed, ()
 
     @contextlib.contextmanager
     def guarding(self, what: str) -> Iterator[None]:
@@ -89,9 +84,8 @@ class _Failed:
             sentence, latch = f"{what}: {exc}", exc.latch
         except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
             sentence = f"{what}: {type(exc).__name__}"
-        with self._lock:
-            is_first, self.first = self.first is None, self.first or sentence
-        if is_first and latch:
+        self.first = self.first or sentence
+        if latch:
             # Best effort: this process refuses whether or not the sidecar hears of it.
             with contextlib.suppress(_Trouble):
                 _call("POST", "/latch", {"reason": f"the trainer: {sentence}"}, LATCH_SECONDS)
@@ -144,7 +138,7 @@ def _call(method: str, path: str, value: Any, seconds: float) -> tuple[int, Any]
             raise ValueError
         # No sidecar quotes its own address; if something else does, it goes no further.
         return answer.status, json.loads(raw.replace(url.path.strip("/").encode(), b"***"))
-    except (ValueError, RecursionError):
+    except ValueError:
         raise _Trouble("what answered in the sidecar's place is none") from None
 
 
@@ -177,8 +171,7 @@ def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
 
 def _answers(ground_truth: Any) -> Any:
     """The reference answers as JSON has them; an array is one of numpy's, which is not imported."""
-    listed = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
-    return list(listed) if isinstance(listed, tuple) else listed
+    return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
 
 
 _FAILED = _Failed()

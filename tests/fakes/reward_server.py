@@ -19,6 +19,7 @@ from typing import Any
 INTERNAL = "internal-capability-for-tests-0123456789abc"
 EXECUTE = "execute-capability-for-tests-0123456789abcd"
 HANG_UP = b"hang up"
+ROWS_MAX = 64  # reward.batch_max
 MESSAGES = {"reward_latched": "the run has failed before", "helper_timeout": "the helper was late"}
 
 
@@ -110,6 +111,9 @@ class RewardServer:
             self._busy -= 1
         if self.cause:
             return 502, error("reward_latched")
+        if not 1 <= len(items) <= ROWS_MAX:
+            self.cause = "invalid_reward_request"
+            return 400, error("invalid_request")
         if number == self.failing:
             self.cause = "helper_timeout"
             return 502, error("helper_timeout")
