@@ -16,6 +16,7 @@ from smartsearch_sidecar.commands import (
     demo,
     doctor,
     index,
+    init,
     ledger,
     rehearse,
     serve,
@@ -47,6 +48,7 @@ def _root(
 
 app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
+app.command("init")(init.init)
 app.command("doctor")(doctor.doctor)
 app.command("rehearse")(rehearse.rehearse)
 app.command("url")(check.url)

@@ -145,9 +145,7 @@ def check_directory(directory: Path | None) -> Finding:
         return error(
             name, f"{directory} exists and is no run", "name a directory that is not there"
         )
-    parent = directory.parent
-    if not parent.is_dir():
-        return error(name, f"{parent} does not exist", f"mkdir -p {parent}")
+    parent = existing(directory.parent)  # `serve` makes what is missing below it
     if not os.access(parent, os.W_OK | os.X_OK):
         return error(
             name, f"{parent} cannot be written by uid {os.geteuid()}", "give it to this user"

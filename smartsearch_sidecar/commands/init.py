@@ -1,0 +1,159 @@
+"""``init``: a configuration with its capabilities, and what the trainer must be told."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import smartsearch_sidecar
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.beginning import (
+    CONFIG_NAME,
+    EXECUTE_NAME,
+    INTERNAL_NAME,
+    RUN_NAME,
+    Plan,
+    arithmetic,
+    sized,
+    written,
+)
+from smartsearch_sidecar.client import ENDPOINTS_VARIABLE
+from smartsearch_sidecar.config import load
+from smartsearch_sidecar.doctor.loopback import export_line
+
+REWARD_FILE = Path(smartsearch_sidecar.__file__).parent / "integrations" / "smartsearch_reward.py"
+
+
+def init(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where the files go; made when missing.")
+    ],
+    *,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, max=1024, help="Rollout ranks (GPUs) of this node.")
+    ],
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel", min=1, max=1024, help="rollout.tensor_model_parallel_size."
+        ),
+    ],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of the run.")] = 1000,
+    questions: Annotated[
+        int, typer.Option("--questions", min=1, help="Questions of a step (data.train_batch_size).")
+    ] = 256,
+    rollouts: Annotated[
+        int, typer.Option("--rollouts", min=1, help="Rollouts of a question (rollout.n).")
+    ] = 8,
+    searches: Annotated[
+        int, typer.Option("--searches", min=1, help="Searches of a rollout (rollout.max_turns).")
+    ] = 5,
+    validation_questions: Annotated[
+        int, typer.Option("--validation-questions", min=0, help="Questions of the test set.")
+    ] = 1000,
+    test_every: Annotated[
+        int, typer.Option("--test-every", min=1, help="Steps between tests (trainer.test_freq).")
+    ] = 10,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, max=4096, help="Trainer nodes.")] = 1,
+    index: Annotated[
+        Path | None, typer.Option("--index", help="The folder `index build` wrote, or will.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="The same on every node.")
+    ] = 8765,
+) -> None:
+    """Write a configuration and two capability files (0600), with every quota sized and shown.
+
+    Defaults are the pinned trainer's own script. Overwrites nothing. Exit codes: 0 written, 2 not.
+    """
+    if ranks % tensor_parallel:
+        raise errors.UsageError(
+            f"{ranks} ranks cannot be parted into groups of {tensor_parallel} (--tensor-parallel)"
+        )
+    plan = Plan(
+        ranks=ranks,
+        tensor_parallel=tensor_parallel,
+        steps=steps,
+        questions=questions,
+        rollouts=rollouts,
+        searches=searches,
+        validation_questions=validation_questions,
+        test_every=test_every,
+        nodes=nodes,
+    )
+    sizes = sized(plan)
+    text = written(plan, sizes, index=None if index is None else index.absolute(), port=port)
+    folder = directory.absolute()
+    _write(
+        folder,
+        {
+            EXECUTE_NAME: secrets.token_urlsafe(32) + "\n",
+            INTERNAL_NAME: secrets.token_urlsafe(32) + "\n",
+            CONFIG_NAME: text,
+        },
+    )
+    loaded = load(folder / CONFIG_NAME)
+    typer.echo(f"{folder / CONFIG_NAME} and two capabilities beside it, readable by you alone.")
+    for line in arithmetic(plan, sizes):
+        typer.echo(f"  {line}")
+    for line in _next(folder, loaded.retrieval.bm25.index, plan, loaded.server.host):
+        typer.echo(line)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    """All files or none: what is there already is never touched, what was begun is taken back."""
+    there = [name for name in files if os.path.lexists(folder / name)]
+    if there:
+        raise errors.UsageError(
+            f"{folder} holds {', '.join(there)} already: name another folder, nothing was written"
+        )
+    made: list[Path] = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, text in files.items():
+            path = folder / name
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                made.append(path)
+                file.write(text)
+    except OSError as exc:
+        for path in made:
+            path.unlink()
+        raise errors.UsageError(
+            f"{folder} cannot be written ({exc.strerror or exc}): nothing was left there"
+        ) from None
+
+
+def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[str]:
+    """What to do now, as lines to copy."""
+    config = shlex.quote(str(folder / CONFIG_NAME))
+    endpoints = shlex.quote(str(folder / RUN_NAME / "endpoints.json"))
+    run = shlex.quote(str(folder / RUN_NAME))
+    yield ""
+    yield "Now:"
+    if index is not None and not index.exists():
+        yield f"  smartsearch-sidecar index build CORPUS {shlex.quote(str(index))}"
+    yield f"  smartsearch-sidecar doctor --config {config} --ranks {plan.ranks}"
+    yield f"  smartsearch-sidecar rehearse --config {config} --ranks {plan.ranks}"
+    yield f"  smartsearch-sidecar serve --config {config} --resume"
+    yield ""
+    yield "Where the trainer (Ray) is started:"
+    yield f"  export {ENDPOINTS_VARIABLE}={endpoints}"
+    yield f"  {export_line({}, host)}"
+    yield "In its command line, with rewards by the sidecar (the URL then appears in no log):"
+    yield "  actor_rollout_ref.rollout.sandbox_url=sidecar \\"
+    yield f"  custom_reward_function.path={shlex.quote(str(REWARD_FILE))} \\"
+    yield "  custom_reward_function.name=compute_score reward_model.reward_manager=re_call"
+    yield "or with searches alone (the URL then stands in the trainer's logs and trackers):"
+    yield (f'  actor_rollout_ref.rollout.sandbox_url="$(smartsearch-sidecar url --run-dir {run})"')
+    if plan.nodes > 1:
+        yield ""
+        yield (
+            f"On every other of the {plan.nodes} nodes: the same {CONFIG_NAME} and {EXECUTE_NAME} "
+            "(one sandbox_url serves all), and an internal capability of each node's own."
+        )
