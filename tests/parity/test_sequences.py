@@ -22,7 +22,8 @@ import uvloop
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.parity.bodies import QUERIES
+from tests.fakes.served import native_body
+from tests.parity.bodies import EDITS, QUERIES
 from tests.parity.messages import ODD
 from tests.parity.play import Sequence, Step, play
 from tests.parity.retriever import FINGERPRINTS, SEARCHES, Plan
@@ -111,6 +112,13 @@ async def test_every_message_at_the_edge(tmp_path: Path, name: str) -> None:
 async def test_every_kind_of_query(tmp_path: Path, name: str) -> None:
     """Each kind of query, at its bounds, is searched, refused or failed alike."""
     await play(tmp_path, Sequence((Step(asking(QUERIES[name])), Step(asking("next")))))
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=[f"{old} to {new:.24}" for old, new in EDITS])
+async def test_every_slip_in_a_body(tmp_path: Path, edit: tuple[str, str]) -> None:
+    """Each slip that a writer of JSON can make is read or refused alike."""
+    body = json.dumps(native_body("Ada Lovelace")).replace(*edit, 1).encode()
+    await play(tmp_path, Sequence((Step(message(body), body=body), Step(asking("next")))))
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
