@@ -12,8 +12,10 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,6 @@ class Page:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        self.reader: asyncio.Task[None] | None = None
 
     async def read(self) -> None:
         """Hands answers to those who wait, and keeps what the page does by itself."""
@@ -132,61 +133,59 @@ class Page:
         await asyncio.to_thread(path.write_bytes, base64.b64decode(value["data"]))
 
 
-async def _address(process: asyncio.subprocess.Process, profile: Path) -> str:
-    """Where the browser listens: it writes a file once it does."""
+@contextmanager
+def running(program: str, profile: Path) -> Iterator[str]:
+    """A fresh browser; where it listens. ``profile`` is a folder of its own."""
     told = profile / "DevToolsActivePort"
-    async with asyncio.timeout(PATIENCE):
+    process = subprocess.Popen(
+        [program, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        # It writes this file once it listens.
         while not (told.exists() and len(told.read_text().splitlines()) > 1):
-            assert process.returncode is None, f"the browser ended with {process.returncode}"
-            await asyncio.sleep(0.02)
-    port, path = told.read_text().splitlines()[:2]
-    return f"ws://127.0.0.1:{port}{path}"
+            assert process.poll() is None, f"the browser ended with {process.returncode}"
+            assert time.monotonic() < deadline, "the browser does not listen"
+            time.sleep(0.02)
+        port, path = told.read_text().splitlines()[:2]
+        yield f"ws://127.0.0.1:{port}{path}"
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
 
 
 @asynccontextmanager
-async def browsing(program: str, profile: Path) -> AsyncIterator[Page]:
-    """A fresh browser with one empty tab; ``profile`` is a folder of its own."""
-    process = await asyncio.create_subprocess_exec(
-        program,
-        *FLAGS,
-        f"--user-data-dir={profile}",
-        "about:blank",
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.ws_connect(await _address(process, profile), max_msg_size=0) as socket,
-        ):
-            page = await _attached(socket)
-            try:
-                yield page
-            finally:
-                assert page.reader is not None
-                page.reader.cancel()
-                await asyncio.wait([page.reader])
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
+async def tab(address: str) -> AsyncIterator[Page]:
+    """An empty tab with storage of its own."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(address, max_msg_size=0) as socket,
+    ):
+        context = await _ask(socket, 1, "Target.createBrowserContext")
+        target = await _ask(socket, 2, "Target.createTarget", url="", **context)
+        attached = await _ask(socket, 3, "Target.attachToTarget", flatten=True, **target)
+        page = Page(socket, attached["sessionId"])
+        reader = asyncio.create_task(page.read())
+        try:
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                await page.call(f"{domain}.enable")
+            yield page
+        finally:
+            reader.cancel()
+            await asyncio.wait([reader])
+            await _ask(socket, 4, "Target.disposeBrowserContext", **context)
 
 
-async def _attached(socket: aiohttp.ClientWebSocketResponse) -> Page:
-    await socket.send_json({"id": 1, "method": "Target.createTarget", "params": {"url": ""}})
-    target = await _answer(socket, 1)
-    given = {"targetId": target["targetId"], "flatten": True}
-    await socket.send_json({"id": 2, "method": "Target.attachToTarget", "params": given})
-    page = Page(socket, (await _answer(socket, 2))["sessionId"])
-    page.reader = asyncio.create_task(page.read())
-    for domain in ("Page", "Runtime", "Log", "Network"):
-        await page.call(f"{domain}.enable")
-    return page
-
-
-async def _answer(socket: aiohttp.ClientWebSocketResponse, number: int) -> dict[str, Any]:
-    while True:
-        value = json.loads((await socket.receive()).data)
-        if value.get("id") == number:
-            result: dict[str, Any] = value["result"]
-            return result
+async def _ask(
+    socket: aiohttp.ClientWebSocketResponse, number: int, method: str, **given: Any
+) -> dict[str, Any]:
+    """A command to the browser itself, while nobody else reads its answers."""
+    await socket.send_json({"id": number, "method": method, "params": given})
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            value = json.loads((await socket.receive()).data)
+            if value.get("id") == number and "sessionId" not in value:
+                result: dict[str, Any] = value["result"]
+                return result
