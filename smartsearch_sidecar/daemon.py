@@ -120,7 +120,7 @@ class Daemon:
         service = parts.service
         # Before the file that says so: who finds the address must find it answering.
         self.app.serve_with(service, parts.scoring)
-        self.app.operator.open(self._sources(parts, server), parts.facts)
+        self.app.operator.watch(self._sources(parts, server), parts.facts)
         endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         try:
             await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())

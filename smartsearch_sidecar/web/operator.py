@@ -65,7 +65,7 @@ class OperatorRoutes:
             ("metrics",): self._metrics,
         }
 
-    def open(self, sources: Sources, facts: Mapping[str, Any]) -> None:
+    def watch(self, sources: Sources, facts: Mapping[str, Any]) -> None:
         """Begins to take ticks; ``facts`` are the identities as claimed."""
         self._sources, self._facts = sources, facts
         self._take(sources)
