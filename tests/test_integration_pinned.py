@@ -18,6 +18,7 @@ import pytest
 from tests.fakes import rollouts, trainer
 from tests.fakes.reward_server import (
     EXECUTE,
+    GARBLED,
     HANG_UP,
     INTERNAL,
     RewardServer,
@@ -251,8 +252,9 @@ def test_one_rollout_is_scored_without_a_trainer(
     assert sent["ground_truth"] == ["東京", "Tokyo"]
     assert reward == pytest.approx(digest_reward(sent))
     assert type(reward) is float
-    function("re_call", None, text, ("a", "b"))
+    function("another source", None, text, ("a", "b"))
     assert server.asked("/reward")[1]["ground_truth"] == ["a", "b"]
+    assert server.asked("/reward")[1]["data_source"] == "another source"
 
 
 WRONG: dict[str, Any] = {
@@ -268,6 +270,7 @@ WRONG: dict[str, Any] = {
     "deep": b"[" * 100_000,
     "huge": b'{"reward": 1.0}' + b" " * (5 * 1024 * 1024),
     "hang up": HANG_UP,
+    "garbled": GARBLED,
     "redirect": (302, {"reward": 1.0}),
     "accepted": (202, {"reward": 1.0}),
     "busy": (429, error("busy")),
@@ -292,6 +295,20 @@ def test_anything_but_a_finite_number_is_refused(
         score_one(function)
     assert len(server.asked("/reward")) == 1
     assert [str(seen.value) in said["reason"] for said in server.asked("/latch")] == [True]
+
+
+@pytest.mark.parametrize("answer", [HANG_UP, GARBLED, b"<html>", (503, error("not_ready"))])
+def test_a_latch_that_is_not_heard_changes_nothing(
+    answer: Any, server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar is asked once to close its latch; what is raised does not depend on it."""
+    function = load_alone(monkeypatch)
+    server.answers.update({"/reward": (502, error("helper_timeout")), "/latch": answer})
+    with pytest.raises(RuntimeError, match="helper_timeout"):
+        score_one(function)
+    with pytest.raises(RuntimeError, match=r"refused.*helper_timeout"):
+        score_one(function)
+    assert len(server.asked("/latch")) == 1
 
 
 @pytest.mark.parametrize("rewards", [[], [{"reward": 1}], [{"reward": 1}] * 3, "two", None])

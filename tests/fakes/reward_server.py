@@ -19,6 +19,7 @@ from typing import Any
 INTERNAL = "internal-capability-for-tests-0123456789abc"
 EXECUTE = "execute-capability-for-tests-0123456789abcd"
 HANG_UP = b"hang up"
+GARBLED = b"no HTTP"
 ROWS_MAX = 64  # reward.batch_max
 MESSAGES = {"reward_latched": "the run has failed before", "helper_timeout": "the helper was late"}
 
@@ -35,8 +36,8 @@ class RewardServer:
     Attributes:
         reward: row to reward.
         seconds: how long a request for rewards takes, whatever it holds: rows go side by side.
-        answers: route to what it answers instead: ``(status, value)``, raw bytes, ``HANG_UP``, or a
-            function that is handed the request's value and returns one of these.
+        answers: route to what it answers instead: ``(status, value)``, a body, ``HANG_UP``,
+            ``GARBLED``, or a function that is handed the request's value and returns one of these.
         failing: answer the request for rewards of this number (from 1) with 502 and latch.
         cause: why the latch is closed, or None.
         state: what ``/health`` and a refusal say while the latch is open.
@@ -164,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         answer = sidecar.answer(self.command, self.path.removeprefix(prefix), value)
         self.close_connection = True
-        if answer == HANG_UP:
+        if answer == GARBLED:
+            self.wfile.write(b"nothing that is HTTP\r\n\r\n")
+        if answer in (HANG_UP, GARBLED):
             return
         if isinstance(answer, bytes):
             self._send(200, answer)
