@@ -27,6 +27,8 @@ run="$RUNS/$SLURM_JOB_ID"
 on_every_node=(srun --overlap --nodes="${SLURM_JOB_NUM_NODES:-1}" --ntasks-per-node=1
     --kill-on-bad-exit=0)
 
+# A job that was requeued finds its directory: what says ready must be of this time.
+"${on_every_node[@]}" rm -f "$run/endpoints.json"
 "${on_every_node[@]}" "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume &
 sidecars=$!
 
