@@ -1,8 +1,8 @@
 """One request of another trainer's client: one or many searches, in the order of any search.
 
 A batch holds one slot and one deadline. Its searches are numbered in their order, each counted and
-recorded as if it had come alone, and run side by side; all of them are answered or none. After the
-first failure nothing more of it is admitted; what is under way settles.
+recorded as if it had come alone, and run side by side; all of them are answered or none. The first
+failure closes the latch, and a closed latch admits nothing more; what is under way settles.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class _Batch:
         if not service.policy.decline:
             for problem in problems:
                 refuse_as_reference(problem)
-        service.state.refuse_closed()
         try:
             await self._run(searched=not service.policy.decline or len(problems) < len(queries))
         except asyncio.CancelledError:
@@ -112,8 +111,6 @@ class _Batch:
 
     async def _work(self, todo: Iterator[tuple[int, Query]]) -> None:
         for index, query in todo:
-            if self._failure is not None:
-                return
             try:
                 await self._one(index, query)
             except errors.SidecarError as exc:

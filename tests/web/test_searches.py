@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -628,17 +629,28 @@ async def test_the_environments_answers_are_told_for_provenance(tmp_path: Path) 
 
 
 async def test_a_slip_of_ours_settles_the_batch(tmp_path: Path) -> None:
-    """An error nobody named fails the request and closes the latch; nothing stays unsettled."""
+    """An error nobody named fails the request and closes the latch, once all of it is settled."""
 
     class Odd(BaseException):
         """Neither an answer nor an error a provider may raise."""
 
-    provider = FakeProvider()
+    class OddProvider(FakeProvider):
+        async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
+            if query == "odd":
+                raise Odd
+            return await super().search(query, top_n)
+
+    provider = OddProvider()
+    provider.gate = asyncio.Event()
     async with served(tmp_path / "run", provider=provider, **ALL) as run:
-        provider.fault = Odd()
         began = asyncio.get_running_loop().time()
+        asked = batch("odd", "held")
+        task = asyncio.create_task(search_many(run.service, asked, began=began, gone=lambda: False))
+        await until(lambda: run.service.state.closed)
+        assert (task.done(), run.service.slots.in_service) == (False, 1)
+        provider.gate.set()
         with pytest.raises(Odd):
-            await search_many(run.service, batch("a", "b"), began=began, gone=lambda: False)
+            await task
         assert run.service.state.settled
-        assert run.service.state.cause is not None
-        assert run.service.state.cause.cause == errors.InvariantBroken.cause
+        assert run.service.slots.idle
+        assert await cause(run) == errors.InvariantBroken.cause
