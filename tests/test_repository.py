@@ -29,7 +29,7 @@ FUNCTION_LINES = 60
 LONG: dict[str, str] = {
     "smartsearch_sidecar/web/edge.py": "all that leans on aiohttp's insides, alone in one file",
     "smartsearch_sidecar/errors.py": "the catalogue of every failure; a list, not logic",
-    "smartsearch_sidecar/commands/init.py:init": "its options, one after the other, and little else",
+    "smartsearch_sidecar/commands/init.py:init": "its options, one a line, and little else",
     "smartsearch_sidecar/integrations/smartsearch_reward.py": "the trainer loads one file by path",
     "smartsearch_sidecar/integrations/verl_reward.py": "the trainer loads one file by path",
 }
