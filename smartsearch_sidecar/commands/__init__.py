@@ -15,6 +15,7 @@ from smartsearch_sidecar.commands import (
     check,
     demo,
     doctor,
+    env,
     index,
     init,
     ledger,
@@ -55,6 +56,7 @@ app.command("url")(check.url)
 app.command("check")(check.check)
 app.command("latch")(check.latch)
 app.add_typer(canaries.app, name="canaries")
+app.add_typer(env.app, name="env")
 app.add_typer(index.app, name="index")
 app.add_typer(ledger.app, name="ledger")
 
