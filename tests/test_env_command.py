@@ -81,6 +81,14 @@ def test_a_dataset_is_counted_and_shown(tmp_path: Path, write: Any) -> None:
     assert tomllib.loads(lines[-1]) == {"accepted_environment_sha256": [digest]}
 
 
+def test_the_most_frequent_comes_first(tmp_path: Path) -> None:
+    """Whatever its digest and wherever it stands in the file."""
+    sources = sorted((f"source {n}" for n in range(4)), key=environment_digest)
+    rows = [row(source) for times, source in enumerate(sources, 1) for _ in range(times)]
+    _, text = run("--json", jsonl(tmp_path / "d.jsonl", rows))
+    assert [one["rows"] for one in json.loads(text)["environments"]] == [4, 3, 2, 1]
+
+
 def test_a_text_reaches_the_terminal_as_letters(tmp_path: Path) -> None:
     """Control characters are spelled out, whatever a dataset holds; no part of a line is hidden."""
     long = "x" * 5000 + "# end"

@@ -166,8 +166,7 @@ def _parquet(dataset: Path) -> Iterator[Mapping[str, Any]]:
     try:
         with parquet.ParquetFile(dataset) as file:
             for batch in file.iter_batches(PARQUET_ROWS, columns=COLUMNS):
-                # A file with neither column has rows all the same.
-                yield from batch.to_pylist() or [{}] * batch.num_rows
+                yield from batch.to_pylist()  # empty rows where neither column is there
     except (ValueError, arrow.ArrowException) as error:
         raise errors.UsageError(
             f"{dataset} is a damaged Parquet file ({type(error).__name__})"
