@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from smartsearch_sidecar.ledger.record import Kind
 
@@ -131,8 +131,7 @@ class Histogram:
         return pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Recent:
+class Recent(NamedTuple):
     """A request that was settled: what the page shows of it.
 
     ``words`` is the record that names the query, ``took`` in seconds, ``documents_json`` the
