@@ -3,9 +3,9 @@
 A row is a fault done to a real daemon over real sockets, and its outcome: what the client is
 answered, why the latch closes, what counts, what health says and what the process exits with. After
 each row the history is verified, nothing of a capability is in a file or in the log, and a failed
-run is resumed to show that it stays failed (invariants 1, 4, 5, 7, 9, 10 and 11 of the package's
-README). That 2,000 idle connections hurt nobody, and what a stalled reader comes to, is beside the
-edge (``web/test_edge_hostile.py``, ``web/test_edge.py``).
+run is resumed to show that it stays failed (invariants 1, 4, 5, 7, 9 to 11, 13 and 14 of the
+package's README). That 2,000 idle connections hurt nobody, and what a stalled reader comes to, is
+beside the edge (``web/test_edge_hostile.py``, ``web/test_edge.py``).
 """
 
 from __future__ import annotations

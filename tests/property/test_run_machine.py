@@ -4,7 +4,7 @@ State, recorder, writer and latch are the real ones, behind the real service, on
 the machine's: the loop's clock moves where a rule says so. The ledger's thread runs for real, but
 after every step it has either nothing to do or is held at a point of the disk, so a step has one
 outcome. After each step the invariants of the package's README are held against what is on the disk
-(by number: 1 to 9 and 12 below; 10 and 11 are the edge's, in ``test_edge_bytes.py``).
+(by number: 1 to 9, 12 and 13 below; 10 and 11 are the edge's, 14 the fault matrix's).
 
 The seed is in the test's name, and Hypothesis prints the steps of a failing run.
 """
@@ -240,6 +240,7 @@ class RunMachine(RuleBasedStateMachine):
         )
         self.cause = None
         self.admitted_when_closed = None
+        self.lost_before = self.service.state.lost
         self.settle()
 
     def settle(self) -> None:
@@ -310,6 +311,7 @@ class RunMachine(RuleBasedStateMachine):
         assert not service.state.closed, "answered after the latch was closed"
         if one.gone:
             service.undelivered(answer.number, "before_write")
+            one.refused = "response_undelivered"
         else:
             self.told.append((answer.number, one.query, answer.payload))
 
@@ -456,10 +458,11 @@ class RunMachine(RuleBasedStateMachine):
             assert self.service.state.attempts == before.attempts
             assert self.service.state.cause == before.cause
 
-    @rule(lost=st.none() | st.integers(0, 2**16))
+    @rule(lost=st.none() | st.integers(0, 2**16), seconds=st.sampled_from([0.0, 0.001]))
     @precondition(lambda self: len(self.asked) > 5)
-    def kill_and_resume(self, lost: int | None) -> None:
+    def kill_and_resume(self, lost: int | None, seconds: float) -> None:
         """``lost`` of None: the process dies; else the machine, and chance keeps unsynced bytes."""
+        self.pass_time(seconds)
         image = self.next_directory()
         shutil.copytree(self.files.directory, image)
         if lost is not None:
@@ -612,6 +615,22 @@ class RunMachine(RuleBasedStateMachine):
         if not self.live:
             assert slots.idle
             assert inherited or state.settled
+
+    @invariant()
+    def thirteen_no_loss_is_forgotten(self) -> None:
+        """13: every client that left without an answer is recorded, and closes the latch or not.
+
+        Once the run is over a request may also end while it waits for its refusal to be recorded.
+        """
+        state, (_, latch, _) = self.service.state, self.keys
+        left = sum(
+            one.refused == "response_undelivered"
+            or (one.task is not None and one.task.done() and one.task.cancelled())
+            for one in self.asked
+        )
+        recorded = state.lost - self.lost_before
+        assert recorded == left if not state.closed else recorded <= left
+        assert state.closed or not (latch and left)
 
     @invariant()
     def nine_a_failed_disk_is_left_alone(self) -> None:
