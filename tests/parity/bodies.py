@@ -68,6 +68,7 @@ spellings = st.sampled_from(
         "wikipedia_search(query={}, top_n=5); 1",
     ]
 )
+DEEP_CALL = f"wikipedia_search(query={'(' * 65}'x'{')' * 65}, top_n=5)"
 nested = st.builds(
     lambda depth, marks: (
         f"wikipedia_search(query={marks[0] * depth}'x'{marks[1] * depth}, top_n=5)"

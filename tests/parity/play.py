@@ -228,13 +228,20 @@ def _plain_utf8(body: bytes) -> bool:
 def _nesting(moment: Moment) -> bool:
     if not _said(moment.ours, 400, "invalid_request"):
         return False
-    if moment.our_cause == "http_invalid_request":  # only the cause differs: both refuse
-        return (
-            moment.theirs.status == 400
-            and moment.step.body.count(b"[") + (moment.step.body.count(b"{")) > DEPTH
-        )
-    words = re.findall(r"\w+|[^\w\s]", json.loads(moment.step.body)["call"])
+    body = moment.step.body
+    deep = body.count(b"[") + body.count(b"{") > DEPTH
+    if deep and moment.theirs.status == 400:  # only the cause differs: both refuse
+        return moment.our_cause == "http_invalid_request"
+    words = re.findall(r"\w+|[^\w\s]", _call(body))
     return len(words) > WORDS and moment.theirs.status in (200, 502)
+
+
+def _call(body: bytes) -> str:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    return str(value.get("call", "")) if isinstance(value, dict) else ""
 
 
 def _provider_value_error(moment: Moment) -> bool:

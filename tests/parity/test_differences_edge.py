@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.served import native_body
+from tests.parity.bodies import DEEP_CALL
 from tests.parity.messages import BODY, names_of
 from tests.parity.messages import ODD as MESSAGES
 from tests.parity.play import Step, differs
@@ -135,9 +136,6 @@ async def test_surrogates_as_bytes_latch_under_another_cause(tmp_path: Path) -> 
     moment = await differs(tmp_path, Step(message(body), body=body), "utf8_only")
     assert moment.theirs.status == 400
     assert moment.their_state.cause == "invalid_native_request"
-
-
-DEEP_CALL = f"wikipedia_search(query={'(' * 65}'x'{')' * 65}, top_n=5)"
 
 
 @pytest.mark.parametrize(

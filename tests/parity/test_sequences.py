@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.fakes.served import native_body
-from tests.parity.bodies import EDITS, QUERIES
+from tests.parity.bodies import DEEP_CALL, EDITS, QUERIES
 from tests.parity.messages import ODD
 from tests.parity.play import Sequence, Step, play
 from tests.parity.retriever import FINGERPRINTS, SEARCHES, Plan
@@ -134,6 +134,8 @@ async def test_a_latched_run_still_tells_bad_requests_apart(tmp_path: Path) -> N
     steps = [Step(asking(""))]
     steps += [Step(odd.request, odd=name) for name, odd in ODD.items()]
     steps += [Step(asking(query)) for query in ("good", " ", "x" * 5000, "\ud800", "<think>")]
+    deep = json.dumps({**native_body("x"), "call": DEEP_CALL}).encode()
+    steps.append(Step(message(deep), body=deep))
     await play(tmp_path, Sequence(tuple(steps)))
 
 
