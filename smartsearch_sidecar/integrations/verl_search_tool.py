@@ -133,7 +133,6 @@ class SidecarSearch:
         self, instance_id: str, parameters: Any, **_given: Any
     ) -> tuple[Any, float, dict[str, Any]]:
         """The passages of a query. Raises ``RuntimeError`` where the sidecar gave none."""
-        _PROCESS.refuse()
         query = parameters.get("query") if isinstance(parameters, dict) else None
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(_PROCESS.threads(), self._search, query)
