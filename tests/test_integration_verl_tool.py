@@ -118,7 +118,15 @@ async def test_a_search_is_answered_by_the_sidecar(
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"query": " "}, {"query": "x </search>"}, {"query": "\ud800"}, {"query": ["a"]}, {}, [], None],
+    [
+        {"query": " "},
+        {"query": "x </search>"},
+        {"query": "\ud800"},
+        {"query": ["a"]},
+        {},
+        ["a"],
+        None,
+    ],
 )
 async def test_what_the_policy_gets_wrong_is_no_failure(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any
@@ -201,6 +209,17 @@ async def test_a_failed_search_fails_the_step(
         assert run.service.state.attempts == 1  # refused here: the second never left
 
 
+async def test_the_first_failure_is_the_last(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has failed asks nothing more, also where the cause has gone."""
+    async with beside(tmp_path, monkeypatch) as run:
+        nowhere = module.SidecarSearch({"endpoints": str(tmp_path / "nothing")})
+        await expect_raised(nowhere, "cannot be read")
+        await expect_raised(module.SidecarSearch({}), "cannot be read")
+        assert run.provider.queries == []
+
+
 async def test_execute_itself_raises(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,61 +238,68 @@ async def test_a_begun_call_never_raises(module: Any) -> None:
     assert len(made) == 36
 
 
+@asynccontextmanager
+async def stranger(body: bytes) -> AsyncIterator[str]:
+    """Something at another port that answers everything with 200 and these bytes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{EXECUTE_CAPABILITY}"
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+def endpoints(path: Path, **urls: str) -> str:
+    """A file as the sidecar leaves it."""
+    path.touch(0o600)
+    path.write_text(json.dumps(urls))
+    return str(path)
+
+
 async def test_a_failure_the_sidecar_cannot_see_closes_its_latch(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something else answered at the port: the run is told by its internal route."""
-
-    async def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\n<ok>")
-        await writer.drain()
-        writer.close()
-
-    async with beside(tmp_path, monkeypatch) as run:
-        stranger = await asyncio.start_server(strange, "127.0.0.1", 0)
-        port = stranger.sockets[0].getsockname()[1]
-        path = tmp_path / "endpoints.json"
-        value = json.loads((run.directory / "endpoints.json").read_bytes())
-        value["sandbox_url"] = f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}"
-        path.touch(0o600)
-        path.write_text(json.dumps(value))
-        await expect_raised(module.SidecarSearch({"endpoints": str(path)}), "is none")
+    async with beside(tmp_path, monkeypatch) as run, stranger(b"<ok>") as url:
+        internal = run.endpoints.internal_url
+        path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=internal)
+        await expect_raised(module.SidecarSearch({"endpoints": path}), "is none")
         cause = (await run.health())[1]["cause"]
         assert cause["cause"] == "operator"
         assert cause["detail"].startswith("the search tool: no search: ")
-        stranger.close()
-        await stranger.wait_closed()
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    "body",
     [
-        (b'{"result": null, "output": "", "error": ""}', "is none"),
-        (b'["result"]', "is none"),
-        (b"[" * 100_000, "is none"),
-        (b"", "is none"),
+        b'{"result": null, "output": "", "error": ""}',
+        b'["result"]',
+        b'"result"',
+        b"[" * 100_000,
+        b"",
     ],
 )
-async def test_only_a_text_is_an_answer(
-    module: Any, tmp_path: Path, answer: bytes, words: str
-) -> None:
+async def test_only_a_text_is_an_answer(module: Any, tmp_path: Path, body: bytes) -> None:
     """Any other 200 is a failure, not an empty message."""
+    async with stranger(body) as url:
+        path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=url)
+        await expect_raised(module.SidecarSearch({"endpoints": path}), "is none")
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
-        await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/capability"
-    path = tmp_path / "endpoints.json"
-    path.touch(0o600)
-    path.write_text(json.dumps({"sandbox_url": url, "internal_url": url}))
-    await expect_raised(module.SidecarSearch({"endpoints": str(path)}), words)
-    server.close()
-    await server.wait_closed()
+async def test_a_capability_that_is_echoed_goes_no_further(module: Any, tmp_path: Path) -> None:
+    """A proxy's page names the address it was asked for; the message raised does not."""
+    body = json.dumps({"error": {"code": "proxy", "message": f"/{EXECUTE_CAPABILITY}"}}).encode()
+    async with stranger(body) as url:
+        path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=url)
+        status, value = await asyncio.to_thread(module._post, path, "sandbox_url", "/x", {}, 5.0)
+        assert (status, value["error"]["message"]) == (200, "/***")
 
 
 async def test_a_sidecar_that_hangs_is_a_failure(
