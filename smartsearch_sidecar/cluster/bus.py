@@ -84,7 +84,7 @@ class Bus(Protocol):
         ...
 
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
-        """Asks every node; returns at ``answers`` answers or after ``seconds``, with those heard."""
+        """Asks every node; returns at ``answers`` answers or after ``seconds``: those heard."""
         ...
 
     async def answer(self, asked: Asked) -> None:
