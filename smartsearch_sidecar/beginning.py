@@ -17,6 +17,10 @@ from smartsearch_sidecar.rehearsal.shape import THREADS_PER_RANK
 
 SPARE: Final = 1.25
 """Resumed steps, a step more than planned, groups sampled again."""
+LEASE_BLOCK: Final = 256
+"""The preset; a small run's nodes would hold too much of it between them."""
+LEASED_SHARE: Final = 20
+"""One block a node is at most this part of the run's searches."""
 SLOTS: Final = 8
 WAITING_MIN: Final = 512
 """The preset; a larger node needs more."""
@@ -24,6 +28,8 @@ CONFIG_NAME: Final = "sidecar.toml"
 EXECUTE_NAME: Final = "execute.capability"
 INTERNAL_NAME: Final = "internal.capability"
 RUN_NAME: Final = "runs/001"
+NODE_VARIABLE: Final = "SMARTSEARCH_SIDECAR__CLUSTER__NODE"
+RUN_ID_VARIABLE: Final = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class Plan:
         searches: of a rollout at most (``rollout.max_turns``).
         validation_questions, test_every: of the test set, and the steps between two tests.
         nodes: trainer nodes that share the load.
+        coordinated: whether they lease from one allowance (``[cluster]``); each has a share if not.
     """
 
     ranks: int
@@ -50,6 +57,15 @@ class Plan:
     validation_questions: int
     test_every: int
     nodes: int
+    coordinated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Coordination:
+    """What nodes of one run find each other by; the address is a secret where it holds one."""
+
+    nats_url: str
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,7 @@ class Sizes:
     validation_scores: int
     validation_helper_calls: int
     validation_output_tokens: int
+    lease_block: int
 
 
 def rounded(value: float) -> int:
@@ -85,11 +102,15 @@ def tested(plan: Plan) -> int:
 
 
 def sized(plan: Plan) -> Sizes:
-    """Every quota of this node. Rewards are asked of one node for all rollouts of the run."""
-    calls = (trained(plan) + tested(plan)) * plan.searches * plan.tensor_parallel / plan.nodes
+    """Every quota: the run's where nodes lease from it, else this node's share of the searches.
+
+    Rewards are asked of one node for all rollouts of the run.
+    """
+    calls = (trained(plan) + tested(plan)) * plan.searches * plan.tensor_parallel / _sharing(plan)
     scores, validation = rounded(trained(plan) * SPARE), rounded(tested(plan) * SPARE)
+    max_calls = max(1, rounded(calls * SPARE))
     return Sizes(
-        max_calls=max(1, rounded(calls * SPARE)),
+        max_calls=max_calls,
         waiting_max=max(WAITING_MIN, plan.ranks * THREADS_PER_RANK - SLOTS),
         max_scores=scores,
         max_helper_calls=scores * plan.searches,
@@ -97,12 +118,21 @@ def sized(plan: Plan) -> Sizes:
         validation_scores=validation,
         validation_helper_calls=validation * plan.searches,
         validation_output_tokens=validation * plan.searches * MAX_NEW_TOKENS,
+        lease_block=max(1, min(LEASE_BLOCK, max_calls // (plan.nodes * LEASED_SHARE))),
     )
+
+
+def _sharing(plan: Plan) -> int:
+    return 1 if plan.coordinated else plan.nodes
 
 
 def arithmetic(plan: Plan, sizes: Sizes) -> list[str]:
     """How each number came about."""
-    nodes = f" / {plan.nodes} nodes" if plan.nodes > 1 else ""
+    nodes = f" / {plan.nodes} nodes" if _sharing(plan) > 1 else ""
+    leased = (
+        f"lease_block   {sizes.max_calls:,} / {plan.nodes} nodes / {LEASED_SHARE}, "
+        f"at most {LEASE_BLOCK}: {sizes.lease_block:,}"
+    )
     return [
         (
             f"rollouts      {plan.steps:,} steps x {plan.questions:,} questions x {plan.rollouts} "
@@ -129,11 +159,19 @@ def arithmetic(plan: Plan, sizes: Sizes) -> list[str]:
             f"helper calls  one a search: {sizes.max_helper_calls:,}; "
             f"tokens {MAX_NEW_TOKENS:,} each: {sizes.max_output_tokens:,}"
         ),
+        *([leased] if plan.coordinated else []),
     ]
 
 
-def written(plan: Plan, sizes: Sizes, *, index: Path | None, port: int) -> str:
-    """The configuration; paths without a root start at its folder."""
+def written(
+    plan: Plan,
+    sizes: Sizes,
+    *,
+    index: Path | None,
+    port: int,
+    coordination: Coordination | None = None,
+) -> str:
+    """The configuration; paths without a root start at its folder. One text serves every node."""
     sums = "\n".join(f"#   {line}" for line in arithmetic(plan, sizes))
     where = "index" if index is None else str(index)
     nodes = f"nodes = {plan.nodes}\n" if plan.nodes > 1 else ""
@@ -145,7 +183,7 @@ def written(plan: Plan, sizes: Sizes, *, index: Path | None, port: int) -> str:
 profile = "training"
 
 [run]
-directory = "{RUN_NAME}"  # the first run; `--run-dir` names another
+{_directory(coordination)}
 {nodes}
 [server]
 port = {port}
@@ -163,9 +201,9 @@ provider = "bm25"
 [retrieval.bm25]
 index = {json.dumps(where, ensure_ascii=False)}
 
-[reward]
+{_cluster(sizes, coordination)}[reward]
 enabled = false  # true once the lines with marks below are filled in
-max_scores = {sizes.max_scores}
+{_provenance(coordination)}max_scores = {sizes.max_scores}
 max_helper_calls = {sizes.max_helper_calls}
 max_output_tokens = {sizes.max_output_tokens}
 # checkout = "/opt/SmartSearch"  # the pinned trainer, clean, at its commit
@@ -184,4 +222,30 @@ max_output_tokens = {sizes.validation_output_tokens}
 # url = "http://127.0.0.1:30000"
 # model = "the name it is served under"
 # model_sha256 = "of its weights, as you declare them"
+"""
+
+
+def _directory(coordination: Coordination | None) -> str:
+    if coordination is None:
+        return f'directory = "{RUN_NAME}"  # the first run; `--run-dir` names another'
+    return "# directory: each node's own, on its own disk; `--run-dir` names it"
+
+
+def _provenance(coordination: Coordination | None) -> str:
+    """Every answer of every node is known to each, so a block none of them gave is found."""
+    return "" if coordination is None else 'provenance = "enforce"\n'
+
+
+def _cluster(sizes: Sizes, coordination: Coordination | None) -> str:
+    if coordination is None:
+        return ""
+    return f"""\
+# One run over all nodes: every quota in this file is the run's, and nodes lease from it in blocks.
+# Another run needs another run_id, as it needs another directory.
+[cluster]
+nats_url = {json.dumps(coordination.nats_url)}  # may hold a password: this file is 0600
+run_id = "{coordination.run_id}"  # or {RUN_ID_VARIABLE}
+lease_block = {sizes.lease_block}
+# node: each node's own name. Whoever starts it there sets {NODE_VARIABLE}.
+
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -22,8 +23,8 @@ def init(folder: Path, *words: str) -> Result:
     )
 
 
-def plan(**keys: int) -> Plan:
-    values = {
+def plan(**keys: Any) -> Plan:
+    values: dict[str, Any] = {
         "ranks": 8,
         "tensor_parallel": 1,
         "steps": 10,
@@ -79,6 +80,85 @@ def test_the_trainer_is_told(tmp_path: Path) -> None:
     assert "export NO_PROXY=127.0.0.1,localhost" in out
     assert "On every other of the 2 nodes" in out
     assert load(tmp_path / "x" / "sidecar.toml", environ={}).run.nodes == 2
+
+
+NATS = "nats://user:pass-word@a:4222,nats://b:4222"
+
+
+def test_nodes_are_one_run(tmp_path: Path) -> None:
+    """With NATS one file serves every node: the run's quotas, enforced provenance, and a name that
+    each node is given by whoever starts it there; the address stays in the file.
+    """
+    folder = tmp_path / "x"
+    words = ("--nodes", "4", "--steps", "100", "--validation-questions", "0")
+    result = init(folder, *words, "--nats", NATS, "--run-id", "run-7")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert stat.S_IMODE((folder / "sidecar.toml").stat().st_mode) == 0o600
+    for number in range(4):
+        config = load(
+            folder / "sidecar.toml",
+            environ={"SMARTSEARCH_SIDECAR__CLUSTER__NODE": f"node-{number}"},
+        )
+        cluster = config.cluster
+        assert cluster is not None
+        assert (cluster.node, cluster.run_id) == (f"node-{number}", "run-7")
+        assert cluster.nats_url.get_secret_value() == NATS
+        assert (config.run.nodes, config.run.directory) == (4, None)
+        assert config.execute.max_calls == 2_600_000
+        assert config.reward.provenance == "enforce"
+    assert "pass-word" not in result.output
+    assert "SMARTSEARCH_SIDECAR__CLUSTER__NODE=node-0 smartsearch-sidecar serve" in result.stdout
+    with pytest.raises(errors.ConfigError, match=r"cluster\.node"):
+        load(folder / "sidecar.toml", environ={})
+
+
+def test_the_address_need_not_be_on_a_command_line(tmp_path: Path) -> None:
+    """The servers may come from the environment, and every run is named anew."""
+    names = set()
+    for folder in ("a", "b"):
+        words = ["init", str(tmp_path / folder), "--ranks", "8", "--tensor-parallel", "1"]
+        result = CliRunner().invoke(
+            app, [*words, "--nodes", "2"], env={"SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL": NATS}
+        )
+        assert result.exit_code == 0, result.output
+        config = load(
+            tmp_path / folder / "sidecar.toml", overrides={"cluster.node": "a"}, environ={}
+        )
+        assert config.cluster is not None
+        names.add(config.cluster.run_id)
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nats", NATS), "--nodes"),
+        (("--nodes", "2", "--run-id", "x"), "--nats"),
+        (("--nodes", "2", "--nats", "http://a:4222"), "cluster.nats_url"),
+        (("--nodes", "2", "--nats", NATS, "--run-id", "a.b"), "cluster.run_id"),
+    ],
+)
+def test_what_makes_no_run_of_nodes_is_refused(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    """The sentence names what is missing or wrong, repeats no address, and nothing is written."""
+    result = init(tmp_path / "x", *words)
+    assert isinstance(result.exception, errors.UsageError | errors.ConfigError)
+    assert said in result.exception.message
+    assert "4222" not in result.exception.message
+    assert not (tmp_path / "x").exists()
+
+
+def test_blocks_are_small_beside_the_run() -> None:
+    """What nodes hold of the run's searches between them is a twentieth of it at most."""
+    assert sized(plan(coordinated=True, nodes=2)).max_calls == sized(plan()).max_calls
+    for nodes in (2, 7, 64):
+        sizes = sized(plan(coordinated=True, nodes=nodes, steps=1000))
+        assert 1 <= sizes.lease_block <= 256
+        assert sizes.lease_block * nodes * 20 <= sizes.max_calls
+    assert sized(plan(coordinated=True, nodes=2, steps=100_000)).lease_block == 256
+    assert sized(plan(coordinated=True, nodes=512)).lease_block == 1
 
 
 @pytest.mark.parametrize("name", FILES)

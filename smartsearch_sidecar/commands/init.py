@@ -17,7 +17,9 @@ from smartsearch_sidecar.beginning import (
     CONFIG_NAME,
     EXECUTE_NAME,
     INTERNAL_NAME,
+    NODE_VARIABLE,
     RUN_NAME,
+    Coordination,
     Plan,
     arithmetic,
     sized,
@@ -67,15 +69,31 @@ def init(
     port: Annotated[
         int, typer.Option("--port", min=1, max=65535, help="The same on every node.")
     ] = 8765,
+    nats: Annotated[
+        str | None,
+        typer.Option(
+            "--nats",
+            envvar="SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL",
+            show_envvar=True,
+            help="NATS servers, commas between: one run over all nodes, one verdict, one quota.",
+        ),
+    ] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option("--run-id", help="The run's name on NATS, of this run alone; else made."),
+    ] = None,
 ) -> None:
     """Write a configuration and two capability files (0600), with every quota sized and shown.
 
-    Defaults are the pinned trainer's own script. Overwrites nothing. Exit codes: 0 written, 2 not.
+    The one folder serves every node. Without --nats each node has its share of the searches and a
+    verdict of its own. Defaults are the pinned trainer's own script. Overwrites nothing. Exit
+    codes: 0 written, 2 not.
     """
     if ranks % tensor_parallel:
         raise errors.UsageError(
             f"{ranks} ranks cannot be parted into groups of {tensor_parallel} (--tensor-parallel)"
         )
+    coordination = _coordination(nodes, nats, run_id)
     plan = Plan(
         ranks=ranks,
         tensor_parallel=tensor_parallel,
@@ -86,9 +104,16 @@ def init(
         validation_questions=validation_questions,
         test_every=test_every,
         nodes=nodes,
+        coordinated=coordination is not None,
     )
     sizes = sized(plan)
-    text = written(plan, sizes, index=None if index is None else index.absolute(), port=port)
+    text = written(
+        plan,
+        sizes,
+        index=None if index is None else index.absolute(),
+        port=port,
+        coordination=coordination,
+    )
     folder = directory.absolute()
     _write(
         folder,
@@ -98,7 +123,11 @@ def init(
             CONFIG_NAME: text,
         },
     )
-    loaded = load(folder / CONFIG_NAME)
+    loaded = load(
+        folder / CONFIG_NAME,
+        # Each node's own, and in the file of none.
+        overrides={"cluster.node": _node(0)} if plan.coordinated else None,
+    )
     typer.echo(f"{folder / CONFIG_NAME} and two capabilities beside it, readable by you alone.")
     for line in arithmetic(plan, sizes):
         typer.echo(f"  {line}")
@@ -129,21 +158,52 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         ) from None
 
 
+def _coordination(nodes: int, nats: str | None, run_id: str | None) -> Coordination | None:
+    """What the nodes find each other by; refused before anything is written, and never quoted."""
+    if nats is None:
+        if run_id is not None:
+            raise errors.UsageError("--run-id names the run on NATS: pass --nats as well")
+        return None
+    if nodes == 1:
+        raise errors.UsageError("--nats is for a run of many nodes: pass --nodes as well")
+    chosen = Coordination(nats, secrets.token_hex(8) if run_id is None else run_id)
+    # The models' own rules and words, for a file that would not load would have to be taken back.
+    load(
+        None,
+        overrides={
+            "run.nodes": nodes,
+            "retrieval.bm25.index": "index",
+            "cluster.nats_url": chosen.nats_url,
+            "cluster.run_id": chosen.run_id,
+            "cluster.node": _node(0),
+        },
+        environ={},
+    )
+    return chosen
+
+
+def _node(number: int) -> str:
+    """A node's name; what counts is that no two have the same, and a node keeps its own."""
+    return f"node-{number}"
+
+
 def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[str]:
     """What to do now, as lines to copy."""
     config = shlex.quote(str(folder / CONFIG_NAME))
-    endpoints = shlex.quote(str(folder / RUN_NAME / "endpoints.json"))
-    run = shlex.quote(str(folder / RUN_NAME))
+    run = '"$RUN"' if plan.coordinated else shlex.quote(str(folder / RUN_NAME))
+    name = f"{NODE_VARIABLE}={_node(0)} " if plan.coordinated else ""
     yield ""
     yield "Now:"
     if index is not None and not index.exists():
         yield f"  smartsearch-sidecar index build CORPUS {shlex.quote(str(index))}"
-    yield f"  smartsearch-sidecar doctor --config {config} --ranks {plan.ranks}"
-    yield f"  smartsearch-sidecar rehearse --config {config} --ranks {plan.ranks}"
-    yield f"  smartsearch-sidecar serve --config {config} --resume"
+    yield f"  {name}smartsearch-sidecar doctor --config {config} --ranks {plan.ranks}"
+    yield f"  {name}smartsearch-sidecar rehearse --config {config} --ranks {plan.ranks}"
+    if not plan.coordinated:
+        yield f"  smartsearch-sidecar serve --config {config} --resume"
+    yield from _on_every_node(config, plan)
     yield ""
     yield "Where the trainer (Ray) is started:"
-    yield f"  export {ENDPOINTS_VARIABLE}={endpoints}"
+    yield f"  export {ENDPOINTS_VARIABLE}={run}/endpoints.json"
     yield f"  {export_line({}, host)}"
     yield "In its command line, with rewards by the sidecar (the URL then appears in no log):"
     yield "  actor_rollout_ref.rollout.sandbox_url=sidecar \\"
@@ -151,9 +211,24 @@ def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[s
     yield "  custom_reward_function.name=compute_score reward_model.reward_manager=re_call"
     yield "or with searches alone (the URL then stands in the trainer's logs and trackers):"
     yield (f'  actor_rollout_ref.rollout.sandbox_url="$(smartsearch-sidecar url --run-dir {run})"')
-    if plan.nodes > 1:
+
+
+def _on_every_node(config: str, plan: Plan) -> Iterator[str]:
+    """What else a run of several nodes needs; nothing where there is one."""
+    if plan.coordinated:
+        yield ""
+        yield f"On each of the {plan.nodes} nodes, from this folder or a copy of it (modes kept),"
+        yield f"under a name of its own ({_node(0)} to {_node(plan.nodes - 1)}), which it keeps:"
+        yield "  RUN=/a/folder/of/the/nodes/own/disk/001"
+        yield (
+            f"  {NODE_VARIABLE}={_node(0)} smartsearch-sidecar serve --config {config} "
+            '--run-dir "$RUN" --resume'
+        )
+        yield "or let config/slurm, config/kubernetes or integrations/ray_sidecars.py do it."
+    elif plan.nodes > 1:
         yield ""
         yield (
             f"On every other of the {plan.nodes} nodes: the same {CONFIG_NAME} and {EXECUTE_NAME} "
             "(one sandbox_url serves all), and an internal capability of each node's own."
         )
+        yield "Each node then has its share and its own verdict; --nats makes one run of them."
