@@ -1,148 +1,147 @@
-"""``make bench``: /execute beside its peers in one run, alternating, medians and ratios.
+"""``make bench``, or ``python -m tests.benchmarks [NAME ...]``: figures beside those of our peers.
 
-Load by ``wrk``, every query another one, the ledger synced always. Prints a table and writes
-``.cache/bench.json``. ``python -m tests.benchmarks --rounds 5 --seconds 4`` for steadier figures.
+Without names everything but ``profile`` is measured. Tables go to the terminal, as each scenario is
+done; figures to ``results.json``, ``tables.md`` and ``plot.svg`` in the folder ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import re
 import shutil
-import socket
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from tests.fakes.process import ROOT, environment
-from tests.fakes.served import ENVIRONMENT, EXECUTE_CAPABILITY
+from tests.benchmarks import disks, execute, machine, plot, profiling, results, rewards
+from tests.benchmarks.results import Outcome, Scenario
+from tests.benchmarks.settings import CLIENTS, Settings, Unmeasured
+from tests.fakes.process import ROOT
 
-SCRIPT = """
-local n, who = 0, tostring({}):sub(8)
-wrk.method = "POST"
-wrk.headers["Content-Type"] = "application/json"
-request = function()
-  n = n + 1
-  return wrk.format(nil, nil, nil, '{"env": "%s", "call": "wikipedia_search(query=\\'question '
-    .. who .. n .. '\\', top_n=5)"}')
-end
-"""
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """One row: a server under so many clients, set against a peer under its own number."""
-
-    server: str
-    clients: int
-    peer: str
-    peer_clients: int
-    target: float
-
-
-SCENARIOS = [
-    Scenario("ours", 8, "reference", 4, 6.0),
-    Scenario("ours", 8, "bare", 8, 0.3),
-    Scenario("ours", 64, "bare", 64, 0.3),
-    Scenario("ours-50ms", 8, "reference-50ms", 4, 7.5),
-]
+SCENARIOS: dict[str, Callable[[Settings], Scenario]] = {
+    "instant": execute.instant,
+    "slow": execute.slow,
+    "bm25": execute.bm25,
+    "bm25-large": execute.bm25_large,
+    "repeated": execute.repeated,
+    "native": execute.native,
+    "keepalive": execute.keepalive,
+    "flashrag": execute.flashrag,
+    "reward": rewards.reward,
+    "growth": disks.growth,
+    "verify": disks.verify,
+    "build": disks.build,
+    "start": disks.startup,
+    "profile": profiling.profile,
+}
+APART = {"profile"}  # asked for by name
+QUICK_CLIENTS = (1, 8, 32)
+WIDTH = 150
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-def measured(server: str, clients: int, seconds: int, script: Path) -> float:
-    """Answers a second of one server under one load; other statuses than 200 are an error."""
-    port = free_port()
-    words = [sys.executable, "-m", "tests.benchmarks.servers", server, str(port)]
-    # The reference prints a traceback for every connection the load leaves.
-    quiet = subprocess.DEVNULL if server.startswith("reference") else None
-    process = subprocess.Popen(
-        words, env=environment(), cwd=script.parent, stdout=subprocess.DEVNULL, stderr=quiet
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description="Measure the sidecar beside its peers. See tests/benchmarks/README.md.",
     )
-    try:
-        wait_for(port)
-        load = ["wrk", "-t1", f"-c{clients}", f"-d{seconds}", "-s", str(script)]
-        said = subprocess.run(
-            [*load, f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}/execute"],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-    finally:
-        process.terminate()
-        process.wait(30)
-    if "Non-2xx" in said:
-        raise SystemExit(f"{server} under {clients} clients refused requests:\n{said}")
-    found = re.search(r"Requests/sec:\s+([0-9.]+)", said)
-    if found is None:
-        raise SystemExit(f"wrk said nothing of {server}:\n{said}")
-    return float(found.group(1))
+    made.add_argument("names", nargs="*", metavar="NAME", help=", ".join(SCENARIOS))
+    made.add_argument("--out", type=Path, default=Path("bench"), help="folder of the figures")
+    made.add_argument("--runs", type=int, help="repetitions (3)")
+    made.add_argument("--seconds", type=float, help="of one load (3)")
+    made.add_argument("--native-seconds", type=float, help="of the native client's (60)")
+    made.add_argument("--clients", type=int, nargs="+", help="numbers of clients (1 8 64 256 512)")
+    made.add_argument("--passages", type=int, help="of the large corpus (300000)")
+    made.add_argument("--growth", type=int, default=100_000, help="longest history, to 1000000")
+    made.add_argument("--checkout", type=Path, help="the pinned trainer's, for its sandbox")
+    made.add_argument(
+        "--sandbox-python",
+        default=sys.executable,
+        help="an interpreter with fastapi, uvicorn and requests, for the sandbox",
+    )
+    made.add_argument("--quick", action="store_true", help="a short look at everything")
+    return made
 
 
-def wait_for(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with socket.socket() as sock:
-            if sock.connect_ex(("127.0.0.1", port)) == 0:
-                time.sleep(0.5)  # listening comes before serving
-                return
-        time.sleep(0.05)
-    raise SystemExit(f"nothing listens on port {port}")
+def settings_of(asked: argparse.Namespace) -> Settings:
+    """What was asked, with what a short or a whole run takes for the rest."""
+    quick = bool(asked.quick)
+
+    def chosen(value: Any, short: Any, whole: Any) -> Any:
+        return value if value is not None else short if quick else whole
+
+    return Settings(
+        out=asked.out.resolve(),
+        runs=chosen(asked.runs, 1, 3),
+        seconds=chosen(asked.seconds, 1.0, 3.0),
+        native_seconds=chosen(asked.native_seconds, 3.0, 60.0),
+        passages=chosen(asked.passages, 20_000, 300_000),
+        growth=asked.growth,
+        clients=tuple(chosen(asked.clients, QUICK_CLIENTS, CLIENTS)),
+        checkout=None if asked.checkout is None else asked.checkout.resolve(),
+        sandbox_python=asked.sandbox_python,
+        quick=quick,
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=3)
-    chosen = parser.parse_args()
+def write(settings: Settings, outcomes: Sequence[Outcome], facts: dict[str, Any]) -> None:
+    """Writes the figures so far: a run that is cut short leaves what it has."""
+    asked = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(settings).items()
+        if not name.startswith("_") and name not in ("out", "sandbox_python", "checkout")
+    }
+    value = results.as_json(outcomes, facts, asked)
+    (settings.out / "results.json").write_text(json.dumps(value, indent=1) + "\n")
+    (settings.out / "plot.svg").write_text(plot.svg(outcomes), encoding="utf-8")
+    with (settings.out / "tables.md").open("w", encoding="utf-8") as out:
+        console = Console(file=out, width=400)
+        console.print(f"{facts['cpu']}, {facts['cores']} cores, {facts['at']}", highlight=False)
+        for outcome in outcomes:
+            console.print(f"\n{outcome.scenario.title}\n", highlight=False)
+            console.print(results.table(outcome, markdown=True))
+            if outcome.scenario.name == "profile":
+                console.print(profiling.differences(outcome, markdown=True))
+        console.print(results.goals_table(outcomes, markdown=True))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures; 0 however the goals came out, 2 for wrong use."""
+    asked = parser().parse_args(words)
+    unknown = sorted(set(asked.names) - set(SCENARIOS))
+    if unknown:
+        parser().error(f"no scenario is called {unknown[0]!r}: {', '.join(SCENARIOS)}")
     if shutil.which("wrk") is None:
-        raise SystemExit("wrk is not installed (Debian: apt-get install wrk)")
-    rows = []
-    table = Table("server", "clients", "answers/s", "peer", "clients", "answers/s", "ratio", "goal")
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "load.lua"
-        script.write_text(SCRIPT % ENVIRONMENT)
-        for scenario in SCENARIOS:
-            pairs = [
-                (
-                    measured(scenario.server, scenario.clients, chosen.seconds, script),
-                    measured(scenario.peer, scenario.peer_clients, chosen.seconds, script),
-                )
-                for _ in range(chosen.rounds)
-            ]
-            own = statistics.median(pair[0] for pair in pairs)
-            peer = statistics.median(pair[1] for pair in pairs)
-            ratios = sorted(one / other for one, other in pairs)
-            middle = statistics.median(ratios)
-            table.add_row(
-                *(scenario.server, str(scenario.clients), f"{own:,.0f}"),
-                *(scenario.peer, str(scenario.peer_clients), f"{peer:,.0f}"),
-                f"{middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-                f"{scenario.target:g}",
-            )
-            rows.append({**vars(scenario), "pairs": pairs, "ratio": middle})
-    Console(width=110).print(table)
-    out = ROOT / ".cache" / "bench.json"
-    out.parent.mkdir(exist_ok=True)
-    facts = {"python": platform.python_version(), "cores": os.cpu_count()}
-    out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
-    print(f"written to {out.relative_to(ROOT)}")
+        parser().error("wrk is not installed (Debian: apt-get install wrk)")
+    settings = settings_of(asked)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    console, stderr = Console(width=WIDTH), Console(stderr=True)
+    facts = machine.facts(settings.out)
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    for name in asked.names or [name for name in SCENARIOS if name not in APART]:
+        try:
+            scenario = SCENARIOS[name](settings)
+        except Unmeasured as why:
+            stderr.print(f"{name} is left out: {why}")
+            continue
+        with stderr.status(name) as status:
+            outcome = results.measure(scenario, settings.runs, status.update)
+        outcomes.append(outcome)
+        console.print(results.table(outcome), "")
+        if name == "profile":
+            console.print(profiling.differences(outcome), "")
+        facts["seconds"] = round(time.monotonic() - began)
+        write(settings, outcomes, facts)
+    console.print(results.goals_table(outcomes))
+    where = settings.out.relative_to(ROOT) if settings.out.is_relative_to(ROOT) else settings.out
+    console.print(f"{facts['seconds']} s; results.json, tables.md and plot.svg are in {where}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

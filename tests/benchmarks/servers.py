@@ -1,18 +1,24 @@
-"""What is measured, each in a process of its own: ``python -m tests.benchmarks.servers NAME PORT``.
+"""The peers, and what stands behind: ``python -m tests.benchmarks.servers KIND READY [WORDS]``.
 
-``ours`` is the daemon with a provider that costs nothing and a synced ledger; ``bare`` an aiohttp
-handler that returns the same bytes; ``reference`` the reference service with the same passages.
+READY is a file that gets ``{"url": ...}`` once the server listens. Kinds:
+
+- ``bare``: an aiohttp handler that reads the body and returns the bytes our answer has;
+- ``reference MILLISECONDS [INDEX]``: the reference service, over made-up passages or a BM25 index;
+- ``layer NUMBER``: ours, put together from the outside in (``layers.py``);
+- ``retriever MILLISECONDS``: a FlashRAG retriever that serves one call at a time, and writes what
+  it was asked to READY with ``.asked`` behind when it is ended;
+- ``helper MILLISECONDS``: a reward helper whose completions run side by side.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,91 +26,116 @@ import uvloop
 from aiohttp import web
 
 from smartsearch_sidecar.contract import render_execute
-from smartsearch_sidecar.daemon import Daemon
-from tests.fakes.provider import FakeProvider
-from tests.fakes.served import EXECUTE_CAPABILITY, configured
+from smartsearch_sidecar.retrieval.bm25 import verify_and_open
+from tests.benchmarks import layers
+from tests.benchmarks.instant import DOCUMENTS
+from tests.fakes.helper import FakeHelper
+from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256
+from tests.fakes.retriever import FakeRetriever
+from tests.fakes.served import EXECUTE_CAPABILITY
 
-DOCUMENTS: Sequence[Mapping[str, Any]] = [
-    {"id": str(rank), "contents": f'"Article {rank}"\n' + "words of it " * 50, "score": 5.0 - rank}
-    for rank in range(5)
-]
-SLOW_SECONDS = 0.05
-
-
-class Instant(FakeProvider):
-    """Five passages at once, or after fifty milliseconds."""
-
-    async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
-        if self.seconds:
-            await asyncio.sleep(self.seconds)
-        return DOCUMENTS
+BACKLOG = 4096
 
 
-async def ours(port: int, seconds: float) -> None:
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        config = configured(
-            Path(folder) / "run",
-            execute__max_calls=1_000_000_000,
-            # A load generator leaves with requests in flight; a rollout would have failed the run.
-            execute__on_undelivered="record",
-            server__port=port,
-        )
-        daemon = Daemon(config, provider=Instant(seconds=seconds))
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, daemon.stop)
-        await daemon.run()
+def say(ready: Path, url: str) -> None:
+    """Tells where we listen, all at once."""
+    beside = ready.with_suffix(".new")
+    beside.write_text(json.dumps({"url": url}))
+    beside.rename(ready)
 
 
-async def bare(port: int) -> None:
-    text = "\n\n".join(str(item["contents"]).strip() for item in DOCUMENTS)
-    payload = render_execute(text)
+def constant() -> bytes:
+    """The body of our answer for the made-up passages."""
+    return render_execute("\n\n".join(str(item["contents"]).strip() for item in DOCUMENTS))
+
+
+async def bare(ready: Path) -> None:
+    payload = constant()
 
     async def handler(request: web.BaseRequest) -> web.Response:
         await request.read()
         return web.Response(body=payload, content_type="application/json")
 
     server = web.Server(handler, access_log=None)
-    listening = await asyncio.get_running_loop().create_server(
-        server, "127.0.0.1", port, backlog=4096
-    )
-    await listening.serve_forever()
+    loop = asyncio.get_running_loop()
+    listening = await loop.create_server(server, "127.0.0.1", 0, backlog=BACKLOG)
+    port = listening.sockets[0].getsockname()[1]
+    say(ready, f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}/execute")
+    await ended()
+
+
+async def ended() -> None:
+    """Returns at SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
 
 
 class Retriever:
-    """The same passages behind the reference's retriever surface."""
+    """The reference's retriever surface, over made-up passages or an index."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, index: str | None) -> None:
         self._seconds = seconds
+        self._index = None if index is None else verify_and_open(index)
 
     def fingerprint(self) -> dict[str, str]:
-        return {"corpus_sha256": "c" * 64, "index_sha256": "1" * 64}
+        return {"corpus_sha256": CORPUS_SHA256, "index_sha256": INDEX_SHA256}
 
     def search(self, query: str, top_n: int = 5) -> list[dict[str, Any]]:
+        if self._index is not None:
+            return self._index.search(query, top_n)
         time.sleep(self._seconds)
         return [dict(item) for item in DOCUMENTS]
 
 
-def reference(port: int, seconds: float) -> None:
+def reference(ready: Path, seconds: float, index: str | None) -> None:
     tools = importlib.import_module("agentinputlab.recipes.smartsearch_grpo_tools")
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        service = tools.SmartSearchGRPORetrievalService(
-            Retriever(seconds), output_root=Path(folder) / "run", max_retrieval_calls=10**9
-        )
-        server = tools.make_smartsearch_grpo_retrieval_server(
-            service, capability=EXECUTE_CAPABILITY, port=port
-        )
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        server.serve_forever()
+    service = tools.SmartSearchGRPORetrievalService(
+        Retriever(seconds, index), output_root=Path.cwd() / "reference", max_retrieval_calls=10**9
+    )
+    server = tools.make_smartsearch_grpo_retrieval_server(
+        service, capability=EXECUTE_CAPABILITY, port=0
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    say(ready, f"http://127.0.0.1:{server.server_address[1]}/{EXECUTE_CAPABILITY}/execute")
+    server.serve_forever()
+
+
+async def retriever(ready: Path, seconds: float) -> None:
+    async with FakeRetriever(latency=seconds) as behind:
+        say(ready, behind.url)
+        await ended()
+        asked = {"calls": len(behind.calls), "queries": behind.asked.total()}
+        ready.with_name(ready.name + ".asked").write_text(json.dumps(asked))
+
+
+async def helper(ready: Path, seconds: float) -> None:
+    async with FakeHelper(latency=seconds) as behind:
+        say(ready, behind.url)
+        await ended()
+
+
+async def layer(ready: Path, number: int) -> None:
+    server, port = await layers.serve(number, constant(), Path.cwd())
+    say(ready, f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}/execute")
+    await ended()
+    server.close()
 
 
 def main() -> None:
-    name, port = sys.argv[1], int(sys.argv[2])
-    seconds = SLOW_SECONDS if name.endswith("-50ms") else 0.0
-    kind = name.removesuffix("-50ms")
+    kind, ready, *words = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    number = int(words[0]) if words else 0
     if kind == "reference":
-        reference(port, seconds)
+        reference(ready, number / 1000, words[1] if len(words) > 1 else None)
         return
+    kinds: dict[str, Callable[[], Any]] = {
+        "bare": lambda: bare(ready),
+        "layer": lambda: layer(ready, number),
+        "retriever": lambda: retriever(ready, number / 1000),
+        "helper": lambda: helper(ready, number / 1000),
+    }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(ours(port, seconds) if kind == "ours" else bare(port))
+        runner.run(kinds[kind]())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Our own modules put together from the outside in, so that each one's cost is a difference.
+
+Layer 0 is the bare aiohttp handler and the last two are the whole daemon (``profiling.py``). In
+between, every layer does what the one before does and one thing more, as ``service.py`` would for a
+query that is sound; answers are the same bytes throughout. What costs more than it should shows
+here first; what a layer costs is then measured, not guessed from a tracer's own distortions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Final
+
+from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.contract import ExecuteCall, ExecuteRules, parse_execute
+from smartsearch_sidecar.ledger.file import RunFiles
+from smartsearch_sidecar.ledger.record import Draft, Kind, draft, encode_line
+from smartsearch_sidecar.ledger.writer import wall_clock
+from smartsearch_sidecar.listening import bind
+from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.web.edge import EdgeRequest, EdgeServer, Reply, listen, response_head
+from smartsearch_sidecar.web.edge import serve as serve_edge
+from smartsearch_sidecar.web.routes import Capabilities, declared_length, require_json
+from tests.benchmarks.instant import Instant
+from tests.fakes.served import ENVIRONMENT, EXECUTE_CAPABILITY, INTERNAL_CAPABILITY
+
+BARE, EDGE, PARSE, ADMISSION, SEARCH, RECORDS, CHAIN, WRITE, HAND_OVER, SYNC = range(10)
+
+NAMES: Final = (
+    "a bare aiohttp handler",
+    "+ the edge: bounded body, capability, headers, delivery",
+    "+ parse: strict JSON, the literal call, the query",
+    "+ admission: a slot, the quota",
+    "+ search: identity twice, sharing, cache, documents checked",
+    "+ records: requested and answered, encoded and folded",
+    "+ chain: two lines, two sums",
+    "+ write: one append a request, on the loop",
+    "+ hand-over: to the ledger's thread and back, receipts, metrics (the daemon, unsynced)",
+    "+ sync: one a batch (the daemon as it is served)",
+)
+DEADLINE_SECONDS: Final = 9.0
+BODY_BYTES_MAX: Final = 262_144
+
+
+class Observer:
+    """Hears what no handler sees: here it should be nothing, so it is printed."""
+
+    def malformed(self, reason: str, authenticated: bool) -> None:
+        if reason != "abandoned":  # how a load generator leaves
+            print("malformed:", reason, file=sys.stderr)
+
+    def crashed(self, exc: BaseException) -> None:
+        print("crashed:", repr(exc), file=sys.stderr)
+
+    def overflow(self) -> None:
+        print("overflow", file=sys.stderr)
+
+
+class Stack:
+    """The layers up to ``number``."""
+
+    def __init__(self, number: int, payload: bytes, folder: Path) -> None:
+        self._number = number
+        self._payload = payload
+        self._capabilities = Capabilities(EXECUTE_CAPABILITY, INTERNAL_CAPABILITY)
+        self._rules = ExecuteRules(ENVIRONMENT, frozenset())
+        self._slots = Slots(8, 512)
+        self._state = RunState(max_calls=10**9)
+        guard = Guard(Instant(), top_n=5, retries=2, drop_tagged=True, watch_drift=True)
+        self._retrieval = Retrieval(guard, cache_bytes=64 << 20)
+        self._files = RunFiles(folder / "layers", sync=False)
+        self._seq, self._head = 0, "0" * 64
+
+    async def open(self) -> None:
+        """What happens once, before the first request."""
+        await self._retrieval.guard.claim_identity()
+        self._files.create()
+        self._files.start_segment(1)
+
+    @property
+    def needle(self) -> bytes:
+        """What the bytes of a rollout's connection carry."""
+        return self._capabilities.needle
+
+    async def handle(self, request: EdgeRequest) -> Reply:
+        """One request, as ``web/app.py`` takes it."""
+        if not self._capabilities.is_execute(request.raw_target):
+            return request.refuse(401, b"{}")
+        headers = request.headers
+        length = declared_length(
+            "Transfer-Encoding" in headers, headers.getall("Content-Length", []), BODY_BYTES_MAX
+        )
+        require_json(headers.get("Content-Type", ""))
+        body = await request.body(length, 10)
+        payload = self._payload
+        if self._number >= PARSE:
+            payload = await self._answer(parse_execute(body, self._rules), request.began)
+        head = response_head(200, len(payload), close=not request.keep_alive)
+        return request.deliver(head, payload, lambda stage: None)
+
+    async def _answer(self, call: ExecuteCall, began: float) -> bytes:
+        if self._number < ADMISSION:
+            return self._payload
+        deadline = began + DEADLINE_SECONDS
+        await self._slots.take(deadline)
+        try:
+            self._state.admit_search()
+            if self._number < SEARCH:
+                return self._payload
+            return await self._search(call, deadline)
+        finally:
+            self._slots.give()
+
+    async def _search(self, call: ExecuteCall, deadline: float) -> bytes:
+        await self._retrieval.guard.check_identity()
+        if self._number < RECORDS:
+            found, _ = await self._retrieval.find(call.query.strip(), deadline)
+            return found.payload
+        number = self._state.admit_search()
+        asked = self._fold(draft(Kind.RETRIEVAL_REQUESTED, number, _data(call)))
+        began = asyncio.get_running_loop().time()
+        found, outcome = await self._retrieval.find(call.query.strip(), deadline)
+        took = int((asyncio.get_running_loop().time() - began) * 1e6)
+        told = {"cache": outcome, "took_us": took}
+        json = found.documents_json
+        answered = self._fold(draft(Kind.RETRIEVAL_ANSWERED, number, told, documents_json=json))
+        if self._number >= CHAIN:
+            blob = self._chain(asked) + self._chain(answered)
+            if self._number >= WRITE:
+                self._files.append(blob, sync=False)
+        return found.payload
+
+    def _fold(self, item: Draft) -> Draft:
+        self._state.fold(item.record)
+        return item
+
+    def _chain(self, item: Draft) -> bytes:
+        self._seq += 1
+        line, self._head = encode_line(item, seq=self._seq, at=wall_clock(), prev=self._head)
+        return line
+
+
+def _data(call: ExecuteCall) -> dict[str, str]:
+    return {"env": call.env, "call": call.call}
+
+
+async def serve(number: int, payload: bytes, folder: Path) -> tuple[asyncio.Server, int]:
+    """Serves the layers up to ``number`` on a free port."""
+    stack = Stack(number, payload, folder)
+    await stack.open()
+    server: EdgeServer = serve_edge(
+        stack.handle,
+        observer=Observer(),
+        needle=stack.needle,
+        keepalive_seconds=75,
+        connections_max=4096,
+    )
+    sock = bind("127.0.0.1", 0)
+    port: int = sock.getsockname()[1]
+    return await listen(server, sock), port
