@@ -92,6 +92,7 @@ async def test_page_is_live(tmp_path: Path, page: Page) -> None:
     provider = FakeProvider()
     async with served(tmp_path / "run", provider=provider) as run, shown(page, run):
         assert await rows(page, "#recent") == ["None yet."]
+        assert await page.ask("document.getElementById('resumed').hidden")
         await page.ask("window.kept = 'the same document'")
         for number in range(3):
             await run.execute(f"question {number}")
@@ -127,6 +128,45 @@ async def test_failed_run_says_why_when_and_what_to_do(tmp_path: Path, page: Pag
         assert "retrieval_failed\trefused\t1" in await rows(page, "#failures")
 
 
+async def test_failed_run_names_where_to_go_back_to(tmp_path: Path, page: Page) -> None:
+    """The last checkpoint that was accepted stands beside the cause, and a refused one does not."""
+    async with served(tmp_path / "run") as run, shown(page, run):
+        await run.internal("POST", "/checkpoints", {"step": 70})
+        await run.internal("POST", "/latch", {"reason": "the disk is swapped"})
+        await run.internal("POST", "/checkpoints", {"step": 80})
+        await page.until(f"{WORD} === 'Failed'")
+        await page.until("document.getElementById('checkpoints').innerText.includes('refused')")
+        accepted = await page.text("#accepted")
+        assert accepted.startswith("step 70, ")
+        assert accepted.endswith("(number 1)")
+
+
+async def test_commands_in_a_remedy_look_like_commands(tmp_path: Path, page: Page) -> None:
+    """What stands between backticks in our sentences is set as code, without the backticks."""
+    provider = FakeProvider()
+    async with served(tmp_path / "run", provider=provider) as run, shown(page, run):
+        provider.fault = RuntimeError("gone")
+        await run.execute("q")
+        await page.until(f"{WORD} === 'Failed'")
+        assert await page.text("#remedy code") == "smartsearch-sidecar doctor"
+        assert "`" not in await page.text("#verdict")
+
+
+async def test_resumed_run_says_where_its_figures_begin(tmp_path: Path, page: Page) -> None:
+    """After a resume the page says that charts and lists begin there and where the rest is."""
+    async with served(tmp_path / "run") as run:
+        await run.execute("before the stop")
+        await run.internal("POST", "/checkpoints", {"step": 70})
+    async with served(tmp_path / "run", resume=True) as run, shown(page, run):
+        told = await page.text("#resumed")
+        assert "This run was resumed at " in told
+        assert "smartsearch-sidecar ledger show" in told
+        assert await rows(page, "#recent") == ["None since this run was resumed."]
+        await run.internal("POST", "/latch", {"reason": "enough"})
+        await page.until(f"{WORD} === 'Failed'")
+        assert "before this process started" in await page.text("#accepted")
+
+
 async def test_words_of_a_model_are_letters(tmp_path: Path, page: Page) -> None:
     """Markup in a query or a passage is shown as it stands, and nothing of it runs."""
     provider = FakeProvider()
@@ -140,6 +180,19 @@ async def test_words_of_a_model_are_letters(tmp_path: Path, page: Page) -> None:
         assert (await page.text("#recent .opened li .words")) == f"Title\n{EVIL}"
         assert await page.ask("document.querySelectorAll('main img, main script').length") == 0
         assert await page.ask("document.title") == "Good · SmartSearch sidecar"
+
+
+async def test_address_without_its_slash_asks_nothing_beside_it(tmp_path: Path, page: Page) -> None:
+    """Opened as ``internal_url`` is printed, the page goes to its own address before it asks."""
+    # A window's name outlives a change of address, and so says who asked before it.
+    await page.call(
+        "Page.addScriptToEvaluateOnNewDocument",
+        source="""window.EventSource = class extends EventSource {
+          constructor(url) { window.name += `${location.pathname} `; super(url); }
+        };""",
+    )
+    async with served(tmp_path / "run") as run, shown(page, run):
+        assert await page.ask("window.name") == f"/{INTERNAL_CAPABILITY}/ "
 
 
 async def test_no_capability_in_the_page(tmp_path: Path, page: Page) -> None:
