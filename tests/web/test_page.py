@@ -184,15 +184,19 @@ async def test_words_of_a_model_are_letters(tmp_path: Path, page: Page) -> None:
 
 async def test_address_without_its_slash_asks_nothing_beside_it(tmp_path: Path, page: Page) -> None:
     """Opened as ``internal_url`` is printed, the page goes to its own address before it asks."""
-    # A window's name outlives a change of address, and so says who asked before it.
+    # What a tab keeps outlives a change of address, and so says who asked before it.
     await page.call(
         "Page.addScriptToEvaluateOnNewDocument",
         source="""window.EventSource = class extends EventSource {
-          constructor(url) { window.name += `${location.pathname} `; super(url); }
+          constructor(url) {
+            const asked = sessionStorage.getItem("asked") || "";
+            sessionStorage.setItem("asked", `${asked}${location.pathname} `);
+            super(url);
+          }
         };""",
     )
     async with served(tmp_path / "run") as run, shown(page, run):
-        assert await page.ask("window.name") == f"/{INTERNAL_CAPABILITY}/ "
+        assert await page.ask("sessionStorage.getItem('asked')") == f"/{INTERNAL_CAPABILITY}/ "
 
 
 async def test_no_capability_in_the_page(tmp_path: Path, page: Page) -> None:
