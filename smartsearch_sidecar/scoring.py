@@ -14,19 +14,21 @@ a caller that has left is recorded, not latched, for the trainer's side raised.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.allowance import Allowance
 from smartsearch_sidecar.contract_reward import RewardItem
 from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.recorder import Recorder
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.scores import Score, Scores
 from smartsearch_sidecar.scoring_calls import MeteredCalls
-from smartsearch_sidecar.scoring_rows import Preparation, Row, ScoringPolicy
+from smartsearch_sidecar.scoring_rows import Preparation, Row, ScoringPolicy, judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Scoring:
         preparation: Preparation,
         calls: MeteredCalls,
         policy: ScoringPolicy,
+        allowance: Allowance | None = None,
     ) -> None:
         self.recorder = recorder
         self.scores = scores
@@ -67,6 +70,7 @@ class Scoring:
         self.preparation = preparation
         self.calls = calls
         self.policy = policy
+        self.allowance = allowance
         self._under_way: dict[str, asyncio.Future[Score]] = {}
         self._tasks: set[asyncio.Task[list[Scored]]] = set()
 
@@ -87,7 +91,7 @@ class Scoring:
         try:
             async with self.slots.hold(deadline):
                 self.recorder.state.refuse_closed()
-                rows = await asyncio.to_thread(self.preparation.rows, items)
+                rows = await judged(self.preparation, items, self.allowance, deadline)
                 answered = await self._answer(rows, deadline)
             self.recorder.state.refuse_closed()
             return answered
@@ -102,6 +106,8 @@ class Scoring:
 
     async def _answer(self, rows: list[Row], deadline: float) -> list[Scored]:
         """Reuses what was scored, shares what is being scored, scores the rest."""
+        if self.allowance is not None:
+            await self.allowance.room_to_score(lambda: self._wanted(rows), deadline)
         fresh: list[Row] = []
         waits: dict[str, asyncio.Future[Score]] = {}
         if self.policy.reuse_identical:
@@ -136,6 +142,13 @@ class Scoring:
             )
             answered.append(Scored(given, reused=True))
         return answered
+
+    def _wanted(self, rows: list[Row]) -> Counter[str]:
+        """How many of ``rows`` would have to be scored now, per split."""
+        if not self.policy.reuse_identical:
+            return Counter(row.split for row in rows)
+        known = self.scores.given.keys() | self._under_way.keys()
+        return Counter({row.key: row.split for row in rows if row.key not in known}.values())
 
     async def _shared(self, flight: asyncio.Future[Score], deadline: float) -> Score:
         try:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.allowance import Allowance
 from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.ledger.writer import Receipt
-from smartsearch_sidecar.meter import Reservation
+from smartsearch_sidecar.meter import WAIT, Reservation
 from smartsearch_sidecar.recorder import Recorder
 from smartsearch_sidecar.reward.dispatch import HelperDispatch, QuotaGate, to_the_end
 from smartsearch_sidecar.reward.wire import HelperAnswer
@@ -22,13 +23,24 @@ class MeteredCalls:
     """Asks the helper on behalf of rows, and keeps the ledger and the quotas in step."""
 
     def __init__(
-        self, recorder: Recorder, scores: Scores, dispatch: HelperDispatch, *, seed: int
+        self,
+        recorder: Recorder,
+        scores: Scores,
+        dispatch: HelperDispatch,
+        *,
+        seed: int,
+        allowance: Allowance | None = None,
     ) -> None:
+        """``allowance`` is asked for room before each call where a run has many nodes."""
         self._recorder = recorder
         self._scores = scores
         self._dispatch = dispatch
         self._seed = seed
         self._gates = {split: QuotaGate() for split in scores.splits}
+        self._allowance = allowance
+        if allowance is not None:
+            for gate in self._gates.values():
+                allowance.woken(gate.wake)
 
     async def ask(
         self, owners: Sequence[Row], prompts: Sequence[str], deadline: float
@@ -66,6 +78,8 @@ class MeteredCalls:
             # has failed spends nothing more, also not for a score admitted before.
             self._recorder.state.refuse_closed()
             decision = self._scores.splits[row.split].admit()
+            if self._allowance is not None and not self._allowance.room_to_call(row.split):
+                return WAIT
             if isinstance(decision, Reservation):
                 item = self._recorder.fold(Kind.HELPER_REQUESTED, decision.number, data)
                 receipts.append(self._recorder.writer.post_for_receipt(item))

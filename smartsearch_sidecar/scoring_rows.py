@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.allowance import Allowance
 from smartsearch_sidecar.contract_reward import RewardItem
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
 from smartsearch_sidecar.reward.references import References
@@ -97,3 +99,24 @@ class Preparation:
             encoded = part.encode()
             digest.update(len(encoded).to_bytes(8, "big") + encoded)
         return digest.hexdigest()
+
+
+async def judged(
+    preparation: Preparation,
+    items: Sequence[RewardItem],
+    allowance: Allowance | None,
+    deadline: float,
+) -> list[Row]:
+    """Every row usable, or the first error. Where a block is not known here and the run has other
+    nodes, all of it is judged again once what they had answered is known.
+    """
+    if allowance is None:
+        return await asyncio.to_thread(preparation.rows, items)
+    try:
+        rows = await asyncio.to_thread(preparation.rows, items)
+        if not any(row.judgement and row.judgement.broken for row in rows):
+            return rows
+    except errors.ProvenanceBroken:
+        pass  # perhaps an answer of another node that is still on its way here
+    await allowance.answers_known(deadline)
+    return await asyncio.to_thread(preparation.rows, items)

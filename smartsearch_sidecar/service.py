@@ -18,6 +18,7 @@ from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.allowance import Allowance
 from smartsearch_sidecar.contract import (
     DECLINED_RESULT,
     ExecuteRules,
@@ -73,9 +74,10 @@ class Service:
         retrieval: Retrieval,
         policy: ServicePolicy,
         told: Callable[[str], None] | None = None,
+        allowance: Allowance | None = None,
     ) -> None:
         """``told`` hears the result text of every answer before it is handed over, for the
-        provenance of rewards.
+        provenance of rewards; ``allowance`` is asked before a search where many nodes share one.
         """
         self.recorder = recorder
         self.state = recorder.state
@@ -84,6 +86,7 @@ class Service:
         self.retrieval = retrieval
         self.policy = policy
         self.told = told
+        self.allowance = allowance
 
     def undelivered(self, number: int | None, stage: str, others: Sequence[int] = ()) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""
@@ -207,6 +210,8 @@ class Service:
 
         ``data`` is what ``retrieval.requested`` says of it; ``problem`` a tag or none.
         """
+        if self.allowance is not None:
+            await self._room(self.allowance, deadline)
         number = self.state.admit_search()
         self.writer.post(self.recorder.fold(Kind.RETRIEVAL_REQUESTED, number, data))
         try:
@@ -231,6 +236,13 @@ class Service:
             self._settle_failed(
                 number, errors.InvariantBroken(f"a search ended in {type(exc).__name__}")
             )
+            raise
+
+    async def _room(self, allowance: Allowance, deadline: float) -> None:
+        try:
+            await allowance.room_to_search(deadline)
+        except asyncio.CancelledError:
+            self.undelivered(None, "cancelled before the search")
             raise
 
     def _answered(self, number: int, found: Found, outcome: str, seconds: float) -> Draft:
