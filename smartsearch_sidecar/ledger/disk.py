@@ -6,6 +6,7 @@ of ours. ``file.py`` writes through it; ``reader.py`` only reads.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -87,6 +88,16 @@ class Disk:
         while view:
             view = view[os.write(fd, view) :]
 
+    def write_synced(self, fd: int, data: bytes) -> None:
+        """Appends all of ``data``; it is on the medium when this returns.
+
+        Only for a file of which nothing else waits for its sync.
+        """
+        self.write(fd, data)
+        self.point("write:after")
+        self.point("sync:before")
+        self.sync(fd)
+
     def truncate(self, fd: int, size: int) -> None:
         """Cuts an open file to ``size`` bytes."""
         os.ftruncate(fd, size)
@@ -106,3 +117,28 @@ class Disk:
     def close(self, fd: int) -> None:
         """``os.close``."""
         os.close(fd)
+
+
+class OneCallDisk(Disk):
+    """Writes and syncs in one system call, where kernel and filesystem have it.
+
+    A thread that leaves the interpreter once a batch instead of twice hinders the loop half as
+    often. Where it is refused (before anything is written), the two calls do the same.
+    """
+
+    def __init__(self) -> None:
+        self._one_call = hasattr(os, "RWF_DSYNC")
+
+    def write_synced(self, fd: int, data: bytes) -> None:
+        """As ``Disk.write_synced``; ``fd`` was opened to append."""
+        view = memoryview(data)
+        while self._one_call and view:
+            try:
+                # The place named is ignored by a file that is appended to.
+                view = view[os.pwritev(fd, (view,), 0, os.RWF_DSYNC) :]
+            except OSError as exc:
+                if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    raise
+                self._one_call = False
+        if view:
+            super().write_synced(fd, bytes(view))

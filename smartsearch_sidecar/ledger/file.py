@@ -25,6 +25,7 @@ from smartsearch_sidecar.ledger.disk import (
     LATCH,
     LOCK,
     Disk,
+    OneCallDisk,
     is_locked,
     is_ours,
     segment_name,
@@ -46,10 +47,11 @@ class RunFiles:
 
     def __init__(self, directory: Path, *, disk: Disk | None = None, sync: bool = True) -> None:
         self.directory = directory
-        self.disk = disk or Disk()
+        self.disk = disk or OneCallDisk()
         self._sync = sync
         self._lock_fd: int | None = None
         self._journal_fd: int | None = None
+        self._unsynced = False  # something of the journal was written and not synced
         self.segment = 0
         self.segment_bytes = 0
 
@@ -213,7 +215,7 @@ class RunFiles:
             if self._sync:
                 self.disk.sync(self._journal_fd)
             self.disk.close(self._journal_fd)
-            self._journal_fd = None
+            self._journal_fd, self._unsynced = None, False
         self.disk.point("rotate:before")
         path = self.directory / JOURNAL / segment_name(index)
         self._journal_fd = self.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
@@ -249,13 +251,19 @@ class RunFiles:
         fd = self._journal_fd
         if fd is None:
             raise errors.InvariantBroken("the journal is not open")
+        sync = sync and self._sync
         self.disk.point("write:before")
-        self.disk.write(fd, data)
+        if sync and not self._unsynced:
+            self.disk.write_synced(fd, data)
+        else:
+            self.disk.write(fd, data)
+            self.disk.point("write:after")
+            if sync:
+                self.disk.point("sync:before")
+                self.disk.sync(fd)
+        self._unsynced = not sync
         self.segment_bytes += len(data)
-        self.disk.point("write:after")
-        if sync and self._sync:
-            self.disk.point("sync:before")
-            self.disk.sync(fd)
+        if sync:
             self.disk.point("sync:after")
 
     def _sync_directory(self, path: Path) -> None:

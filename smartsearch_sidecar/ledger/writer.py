@@ -13,13 +13,12 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
+from smartsearch_sidecar.ledger.hand import Hand
 from smartsearch_sidecar.ledger.record import Draft, Kind, encode_json, encode_line
 
 # Bounds one write to a few MB, so that no receipt waits for a whole backlog.
@@ -27,12 +26,14 @@ BATCH_RECORDS_MAX = 512
 # A record nobody waits for (`retrieval.requested`) is written with the next answer's, or after so
 # long: a search that takes longer finds it on the disk, a quick one saves a trip to the thread.
 UNAWAITED_SECONDS = 0.001
+# A sync costs the same for one record as for many, and the loop is still handing over what its
+# clients sent together: a batch waits while it grows, at most so many turns of the loop.
+GATHERING_TURNS = 8
 # Admission bounds the queue far below; reaching this is a fault of ours.
 QUEUE_RECORDS_MAX = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(NamedTuple):
     """Where a record lies: its sequence number and its sum, the head after it."""
 
     seq: int
@@ -89,7 +90,7 @@ class Writer:
         self._closing = False
         self._busy = False
         self.failure: errors.LedgerFailed | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._hand = Hand()
         self._task: asyncio.Task[None] | None = None
 
     # --- what everyone else calls, on the loop ----------------------------------------------------
@@ -173,7 +174,7 @@ class Writer:
         if self._task is not None:
             # Neither cancelled by who waits here, nor raising into it: a failure was told already.
             await asyncio.wait({self._task})
-        await asyncio.to_thread(self._pool.shutdown)  # joins the thread: not for the loop to do
+        await asyncio.to_thread(self._hand.stop)  # joins the thread: not for the loop to do
 
     # --- the task ---------------------------------------------------------------------------------
 
@@ -187,12 +188,12 @@ class Writer:
             reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
             self._fail(errors.LedgerFailed(f"the ledger cannot be written: {reason}"), batch)
             if not isinstance(exc, Exception):
-                self._pool.submit(self._leave_latch)
+                self._hand.give(self._leave_latch)
                 raise
         finally:
             self._busy = False
         if self.failure is not None:
-            await loop.run_in_executor(self._pool, self._leave_latch)
+            await self._hand.give(self._leave_latch)
 
     async def _drain(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
         """Writes until closed or failed; ``batch`` is what is under way, also for who catches."""
@@ -202,18 +203,28 @@ class Writer:
                 await self._wake
                 self._wake = None
                 continue
+            await self._gather()
             self._take(batch)
             self._busy = True
             await self._write_batch(loop, batch)
             self._busy = False
             batch.clear()
 
+    async def _gather(self) -> None:
+        """Lets a batch grow while it does, as long as that is a moment."""
+        seen = 0
+        for _ in range(GATHERING_TURNS):
+            if not seen < len(self._queue) < BATCH_RECORDS_MAX:
+                break
+            seen = len(self._queue)
+            await asyncio.sleep(0)
+
     async def _write_batch(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
         lines, receipts, latch = self._encode(batch)
         wanted = latch is not None or any(future is not None for _, future in batch)
         blob = b"".join(lines)
         began = loop.time()
-        await loop.run_in_executor(self._pool, self._commit, blob, wanted, latch)
+        await self._hand.give(self._commit, blob, wanted, latch)
         took = loop.time() - began
         self.seq, self.head = receipts[-1].seq, receipts[-1].head
         if self._observe is not None:
