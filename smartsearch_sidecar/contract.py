@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -57,8 +57,7 @@ class ExecuteRules:
     accepted_environment_sha256: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class ExecuteCall:
+class ExecuteCall(NamedTuple):
     """One well-formed call. Every text in it has a UTF-8 form, so every one can be recorded.
 
     ``env`` and ``call`` are verbatim. ``query`` is the text the policy wrote, not stripped; it is

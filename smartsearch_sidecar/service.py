@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.admission import Slots
@@ -50,8 +50,7 @@ class ServicePolicy:
     latch_undelivered: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A recorded answer on its way to the client.
 
     ``number`` is the attempt it settles, ``None`` for a declined query; ``others`` are those of a

@@ -105,11 +105,13 @@ def refuse_non_finite(value: Any, where: str = "data") -> None:
 
 def encode_json(value: Any) -> bytes:
     """Compact JSON in UTF-8; raises ``InvariantBroken`` for what JSON cannot hold."""
-    refuse_non_finite(value)
     try:
-        return orjson.dumps(value)
+        encoded = orjson.dumps(value)
     except TypeError as exc:  # orjson's only refusal: not a JSON value, or text with no UTF-8 form
         raise errors.InvariantBroken(f"a value cannot be recorded as JSON: {exc}") from None
+    if b"null" in encoded:  # what is not finite is written so: most values are spared the walk
+        refuse_non_finite(value)
+    return encoded
 
 
 def draft(

@@ -8,8 +8,10 @@ nor waits for it: its late result is dropped (or serves the next one who asks).
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import OrderedDict
-from typing import Literal
+from collections.abc import Coroutine
+from typing import Any, Literal
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.guard import Guard
@@ -24,6 +26,8 @@ async def _until(flight: asyncio.Task[Found], deadline: float) -> Found:
     """The flight's result, or ``DeadlinePassed``; neither the wait's end nor its cancellation
     touches the flight. One future and one timer: half of what ``timeout_at`` and ``shield`` cost.
     """
+    if flight.done():
+        return flight.result()
     loop = asyncio.get_running_loop()
     turn: asyncio.Future[None] = loop.create_future()
 
@@ -41,6 +45,16 @@ async def _until(flight: asyncio.Task[Found], deadline: float) -> Found:
     if not flight.done():
         raise errors.DeadlinePassed("the search was still running at the deadline")
     return flight.result()
+
+
+def _begun(search: Coroutine[Any, Any, Found]) -> asyncio.Task[Found]:
+    """The search in a task of its own; from Python 3.12 on it runs at once as far as it can, and
+    one that need not wait costs no turn of the loop.
+    """
+    loop = asyncio.get_running_loop()
+    if sys.version_info >= (3, 12):
+        return asyncio.Task(search, loop=loop, eager_start=True)
+    return loop.create_task(search)
 
 
 class SearchCache:
@@ -104,7 +118,10 @@ class Retrieval:
 
     def _start(self, key: Key, deadline: float) -> asyncio.Task[Found]:
         query, top_n = key
-        task = asyncio.get_running_loop().create_task(self.guard.search(query, deadline, top_n))
+        task = _begun(self.guard.search(query, deadline, top_n))
+        if task.done():
+            self._ended(key, task)
+            return task
         self._tasks.add(task)
         if self._share:
             self._flights[key] = task

@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -33,8 +32,7 @@ _HEAD, _TAIL = (
 )  # as `contract.render_execute` writes it
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What one search found, encoded once and recorded and answered as often as it is asked.
 
     ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order;
@@ -77,6 +75,20 @@ class Passage(NamedTuple):
 
 def read_passage(item: Any, position: int) -> tuple[Passage, bytes]:
     """One document of a provider, and its score as JSON; ``DocumentInvalid`` names its position."""
+    if type(item) is dict and len(item) == 3:  # the usual form, and nothing else about it unusual
+        name: Any = item.get("id")
+        contents: Any = item.get("contents")
+        score: Any = item.get("score")
+        short = type(name) is str and type(contents) is str and type(score) is float
+        if short and len(name) + len(contents) <= REMEMBERED_CHARACTERS_MAX:
+            passage, score_json = _remembered(name, contents), orjson.dumps(score)
+            if type(passage) is Passage and score_json != b"null":  # which is not a finite one
+                return passage, score_json
+    return _read_any(item, position)
+
+
+def _read_any(item: Any, position: int) -> tuple[Passage, bytes]:
+    """Whatever a provider may answer, in full."""
     if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
         raise errors.DocumentInvalid(
             f"document {position} is a {type(item).__name__}, not a mapping"
