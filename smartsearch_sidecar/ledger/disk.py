@@ -10,7 +10,12 @@ import errno
 import fcntl
 import os
 import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from smartsearch_sidecar import errors
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -67,6 +72,31 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+@contextmanager
+def named(directory: Path) -> Iterator[None]:
+    """An ``OSError`` while a directory is opened is a sentence for the person who named it."""
+    try:
+        yield
+    except OSError as exc:
+        raise errors.RunDirectoryError(
+            f"run directory {directory} cannot be opened: {exc.strerror or exc}"
+        ) from None
+
+
+def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
+    """Raises ``RunDirectoryError`` unless ``path`` is as ``wanted``, no link, and ours alone."""
+    with named(path):
+        found = os.lstat(path)
+    if not wanted(found.st_mode):
+        raise errors.RunDirectoryError(f"{path} is a link, or no part of a run directory")
+    if os.geteuid() not in (0, found.st_uid):
+        raise errors.RunDirectoryError(f"{path} belongs to another user: serve as that user")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise errors.RunDirectoryError(
+            f"{path} can be written by others: nobody could vouch for it (chmod go-w)"
+        )
 
 
 class Disk:

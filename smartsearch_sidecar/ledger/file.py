@@ -12,8 +12,6 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from smartsearch_sidecar import errors
@@ -26,8 +24,10 @@ from smartsearch_sidecar.ledger.disk import (
     LOCK,
     Disk,
     OneCallDisk,
+    check_owned,
     is_locked,
     is_ours,
+    named,
     segment_name,
     torn_name,
 )
@@ -100,7 +100,7 @@ class RunFiles:
         could write into it.
         """
         check_owned(self.directory, stat.S_ISDIR)
-        with _named(self.directory):
+        with named(self.directory):
             names = sorted(entry.name for entry in self.directory.iterdir())
         strange = [name for name in names if not is_ours(name)]
         if strange and CLAIM not in names:
@@ -109,7 +109,7 @@ class RunFiles:
                 "directory of a run, or one that does not exist"
             )
         try:
-            with _named(self.directory):
+            with named(self.directory):
                 self.lock()
                 self._make_journal()
                 for name in {CLAIM, LATCH, JOURNAL}.intersection(names):
@@ -276,28 +276,3 @@ class RunFiles:
             if fd is not None:
                 self.disk.close(fd)
         self._journal_fd = self._lock_fd = None
-
-
-@contextmanager
-def _named(directory: Path) -> Iterator[None]:
-    """An ``OSError`` while a directory is opened is a sentence for the person who named it."""
-    try:
-        yield
-    except OSError as exc:
-        raise errors.RunDirectoryError(
-            f"run directory {directory} cannot be opened: {exc.strerror or exc}"
-        ) from None
-
-
-def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
-    """Raises ``RunDirectoryError`` unless ``path`` is as ``wanted``, no link, and ours alone."""
-    with _named(path):
-        found = os.lstat(path)
-    if not wanted(found.st_mode):
-        raise errors.RunDirectoryError(f"{path} is a link, or no part of a run directory")
-    if os.geteuid() not in (0, found.st_uid):
-        raise errors.RunDirectoryError(f"{path} belongs to another user: serve as that user")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise errors.RunDirectoryError(
-            f"{path} can be written by others: nobody could vouch for it (chmod go-w)"
-        )

@@ -174,6 +174,8 @@ class Writer:
         if self._task is not None:
             # Neither cancelled by who waits here, nor raising into it: a failure was told already.
             await asyncio.wait({self._task})
+            if not self._task.cancelled():
+                self._task.exception()  # told as well; unread, it would be logged at collection
         await asyncio.to_thread(self._hand.stop)  # joins the thread: not for the loop to do
 
     # --- the task ---------------------------------------------------------------------------------
