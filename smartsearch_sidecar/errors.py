@@ -526,3 +526,33 @@ class HelperNotSent(HelperFault):
 
     code: ClassVar[str] = "helper_not_sent"
     cause = "helper_not_sent"
+
+
+# --- many nodes: what the other nodes of a run, or the system between them, did to us -------------
+
+
+class ClusterRefused(UsageError):
+    """This node may not join the run: its name is taken, the run is full, or it differs."""
+
+    code: ClassVar[str] = "cluster_refused"
+
+
+class ClusterUnreachable(SidecarError):
+    """The servers between the nodes did not answer in time, and nothing may be assumed instead."""
+
+    code: ClassVar[str] = "cluster_unreachable"
+    cause = "cluster_unreachable"
+
+
+class ClusterUnreadable(SidecarError):
+    """What another node is said to have written is not a value of this version of the package."""
+
+    code: ClassVar[str] = "cluster_unreadable"
+    cause = "cluster_unreadable"
+
+
+class NodeLost(SidecarError):
+    """A node of the run was not heard of for too long, or never joined it."""
+
+    code: ClassVar[str] = "node_lost"
+    cause = "node_lost"

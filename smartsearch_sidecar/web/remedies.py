@@ -54,6 +54,13 @@ REMEDIES: Final[dict[str, str]] = {
     "internal_error": "The sidecar broke a promise of its own: keep the run directory and the log, "
     "and report both.",
     "operator": "Somebody closed this run by hand: the reason is in the detail.",
+    # --- many nodes
+    "cluster_unreachable": "The NATS servers were away for longer than cluster.lost_seconds, or a "
+    "request could not wait for them: look at their logs and at the network to cluster.nats_url.",
+    "cluster_unreadable": "Something else wrote to this run's keys: use one version on every node, "
+    "and a cluster.run_id that no other run has.",
+    "node_lost": "The node named in the detail was silent for cluster.lost_seconds, or never "
+    "joined: look at its machine, its sidecar's log and its way to the NATS servers.",
     # --- rewards
     "reward_failed": "No reward could be given: the detail names the step.",
     "reward_cancelled": "The sidecar was stopped while it scored: stop the trainer first.",

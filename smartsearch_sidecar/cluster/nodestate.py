@@ -1,0 +1,131 @@
+"""What a node says of itself to the others: two small values and their bytes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
+
+_KEYS: Final = frozenset(
+    {
+        *("instance", "restarts", "beat", "word", "ended", "admitted"),
+        *("counts", "seq", "head", "cause"),
+    }
+)
+
+
+class Word(enum.StrEnum):
+    """How a node, or the run, is: DESIGN section 9."""
+
+    HEALTHY = "healthy"
+    PENDING = "pending"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """The value of the key ``state.NAME``, and a node's answer when all are asked.
+
+    Attributes:
+        instance: the run directory's own random id: a resumed directory is the same node.
+        restarts, beat: the node's restarts, and its words since then, each another number: the
+            pair only grows, which tells news from what was told before.
+        ended: closed cleanly; this is its last word until it resumes.
+        admitted: whether it has ever admitted anything.
+        counts: whole numbers for the page, by name.
+        seq, head: the journal's last record.
+        cause: why it failed; present exactly where ``word`` is ``failed``.
+    """
+
+    instance: str
+    restarts: int
+    beat: int
+    word: Word
+    ended: bool
+    admitted: bool
+    counts: Mapping[str, int]
+    seq: int
+    head: str
+    cause: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cause is not None) is not (self.word is Word.FAILED):
+            raise errors.InvariantBroken("a node states a cause exactly when it has failed")
+        if self.ended and self.word is Word.PENDING:
+            raise errors.InvariantBroken("a node with work in flight has not ended")
+        whole = (self.restarts, self.beat, self.seq, *self.counts.values())
+        if any(type(number) is not int or number < 0 for number in whole):
+            raise errors.InvariantBroken("a node's state holds a number that counts nothing")
+
+    def encode(self) -> bytes:
+        """Canonical bytes."""
+        return canonical(
+            {
+                "instance": self.instance,
+                "restarts": self.restarts,
+                "beat": self.beat,
+                "word": self.word.value,
+                "ended": self.ended,
+                "admitted": self.admitted,
+                "counts": dict(self.counts),
+                "seq": self.seq,
+                "head": self.head,
+                "cause": self.cause,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> NodeState:
+        """Reads exactly what ``encode`` writes. Raises ``ClusterUnreadable`` for anything else."""
+        what = "a node's state"
+        value = _object(data, what, _KEYS)
+        texts = [value["instance"], value["head"], value["word"]]
+        texts += [] if value["cause"] is None else [value["cause"]]
+        flags = (value["ended"], value["admitted"])
+        if any(type(text) is not str for text in texts) or type(value["counts"]) is not dict:
+            raise unreadable(what, "a text or the counts are of the wrong type")
+        if value["word"] not in set(Word) or any(type(flag) is not bool for flag in flags):
+            raise unreadable(what, "its word or a flag is none")
+        try:
+            return cls(**{**value, "word": Word(value["word"])})
+        except errors.InvariantBroken as exc:
+            raise unreadable(what, exc.message) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """The value of the key ``node.NAME``: which run directory the name belongs to."""
+
+    instance: str
+
+    def encode(self) -> bytes:
+        """Canonical bytes."""
+        return canonical({"instance": self.instance})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Registration:
+        """Reads exactly what ``encode`` writes. Raises ``ClusterUnreadable`` for anything else."""
+        what = "a node's registration"
+        value = _object(data, what, frozenset({"instance"}))
+        if type(value["instance"]) is not str:
+            raise unreadable(what, "its instance is no text")
+        return cls(value["instance"])
+
+    def require(self, name: str, instance: str) -> None:
+        """Raises ``ClusterRefused`` where the name is not that of ``instance``."""
+        if self.instance != instance:
+            raise errors.ClusterRefused(
+                f"another run directory has joined this run as node {name}: give each node a "
+                "cluster.node of its own, or resume that directory"
+            )
+
+
+def _object(data: bytes, what: str, keys: frozenset[str]) -> dict[str, Any]:
+    value = read_canonical(data, what)
+    if type(value) is not dict or value.keys() != keys:
+        raise unreadable(what, "it has other keys")
+    return value
