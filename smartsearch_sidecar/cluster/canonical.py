@@ -15,6 +15,10 @@ from smartsearch_sidecar import errors
 
 VALUE_BYTES_MAX: Final = 512 * 1024
 """Bytes of one value: half of what a NATS server takes by default, so headers always fit."""
+DEPTH_MAX: Final = 16
+"""Objects and lists within each other."""
+
+_PLAIN: Final = frozenset({str, int, bool, type(None)})
 
 
 def canonical(value: Any) -> bytes:
@@ -22,11 +26,11 @@ def canonical(value: Any) -> bytes:
 
     Raises ``InvariantBroken`` for anything else, and for a value over ``VALUE_BYTES_MAX``.
     """
-    _refuse_fractions(value)
+    _refuse_other(value)
     try:
         data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError as exc:  # orjson's only refusal: not JSON, or text with no UTF-8 form
-        raise errors.InvariantBroken(f"a value for other nodes is not JSON: {exc}") from None
+    except TypeError as exc:  # what is left: text with no UTF-8 form, a number over 64 bits
+        raise errors.InvariantBroken(f"a value for other nodes has no bytes: {exc}") from None
     if len(data) > VALUE_BYTES_MAX:
         raise errors.InvariantBroken(
             f"a value for other nodes has {len(data)} bytes, over the bound of {VALUE_BYTES_MAX}"
@@ -62,14 +66,18 @@ def unreadable(what: str, why: str) -> errors.ClusterUnreadable:
     )
 
 
-def _refuse_fractions(value: Any) -> None:
+def _refuse_other(value: Any, depth: int = DEPTH_MAX) -> None:
+    """Raises for what has not one form everywhere: a fraction may be written in two ways."""
     kind = type(value)
-    if kind is float:
-        # Two libraries may write one fraction in two ways; and nothing that nodes share has any.
-        raise errors.InvariantBroken("a value for other nodes holds a number that is not whole")
+    if depth < 0:
+        raise errors.InvariantBroken(f"a value for other nodes is nested over {DEPTH_MAX} deep")
     if kind is dict:
-        for item in value.values():
-            _refuse_fractions(item)
-    elif kind is list or kind is tuple:
+        for key, item in value.items():
+            _refuse_other(item, depth - 1)
+            if type(key) is not str:
+                raise errors.InvariantBroken("a value for other nodes has a key that is no text")
+    elif kind is list:
         for item in value:
-            _refuse_fractions(item)
+            _refuse_other(item, depth - 1)
+    elif kind not in _PLAIN:
+        raise errors.InvariantBroken(f"a value for other nodes holds a {kind.__name__}")

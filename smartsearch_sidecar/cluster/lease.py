@@ -14,6 +14,10 @@ remembered anywhere, hence:
 - a node that comes back goes on with its lease; one that is lost keeps it, and so it stays spent;
 - a clean close sets the lease to what was used, which gives the rest back, and only once.
 
+One danger is left: an update sent by a process that died may arrive after the node's next process
+has begun. So a node begins by writing (``enrolled``): earlier updates then name a revision that is
+gone.
+
 Resources: ``searches``, and per split ``SPLIT.scores``, ``SPLIT.helper_calls``,
 ``SPLIT.output_tokens``. The value also bounds how many nodes there are: being in it is membership.
 """
@@ -34,8 +38,7 @@ HELPER_CALLS: Final = "helper_calls"
 OUTPUT_TOKENS: Final = "output_tokens"
 
 BLOCKS_A_NODE: Final = 4
-"""A block is at most this part of a node's even share: in a small run one node's lease must not
-leave the others with nothing."""
+"""Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
 
 PAUSE_SECONDS_FIRST: Final = 0.004
 """A round trip or two: who lost a race knows the new value after one."""
@@ -45,7 +48,7 @@ PAUSE_SECONDS_MAX: Final = 1.0
 Amounts = Mapping[str, int]
 """Resource to a number of it: searches, scores, calls or tokens."""
 
-_KEYS: Final = frozenset({"members", "resources", "totals", "nodes"})
+_KEYS: Final = frozenset({"members", "resources", "totals", "nodes", "lives"})
 _WHAT: Final = "what the run's nodes have leased"
 
 
@@ -61,23 +64,31 @@ def resource(split: str, what: str) -> str:
 class Leases:
     """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes.
 
-    ``members`` is how many nodes the run may have (``run.nodes``).
+    Attributes:
+        members: how many nodes the run may have (``run.nodes``).
+        totals: what there is of each resource.
+        nodes: what each node has leased of each.
+        lives: how often each has begun.
     """
 
     members: int
     totals: Amounts
     nodes: Mapping[str, Amounts]
+    lives: Mapping[str, int]
 
     def __post_init__(self) -> None:
         if type(self.members) is not int or self.members < 1 or len(self.nodes) > self.members:
             raise errors.InvariantBroken(
                 f"{len(self.nodes)} nodes lease from a run of {self.members}"
             )
-        for amounts in (self.totals, *self.nodes.values()):
-            if amounts.keys() != self.totals.keys():
-                raise errors.InvariantBroken("a node leases other resources than the run has")
-            if any(type(amount) is not int or amount < 0 for amount in amounts.values()):
-                raise errors.InvariantBroken("an amount of a lease counts nothing")
+        rows = self.nodes.values()
+        if any(row.keys() != self.totals.keys() for row in rows):
+            raise errors.InvariantBroken("a node leases other resources than the run has")
+        if self.lives.keys() != self.nodes.keys():
+            raise errors.InvariantBroken("a node leases without having begun, or the reverse")
+        for counts in (self.totals, *rows, self.lives):
+            if any(type(count) is not int or count < 0 for count in counts.values()):
+                raise errors.InvariantBroken("a number of a lease counts nothing")
         for name in self.totals:
             if self.left(name) < 0:
                 raise errors.InvariantBroken(
@@ -87,7 +98,7 @@ class Leases:
     @classmethod
     def begun(cls, totals: Amounts, members: int) -> Leases:
         """A run's first value: nothing is leased."""
-        return cls(members, dict(totals), {})
+        return cls(members, dict(totals), {}, {})
 
     def taken(self, name: str) -> int:
         """What all nodes have leased of a resource."""
@@ -112,6 +123,7 @@ class Leases:
                 "nodes": {
                     node: [amounts[name] for name in names] for node, amounts in self.nodes.items()
                 },
+                "lives": dict(self.lives),
             }
         )
 
@@ -121,19 +133,23 @@ class Leases:
         value = read_canonical(data, _WHAT)
         if type(value) is not dict or value.keys() != _KEYS:
             raise unreadable(_WHAT, "it has other keys")
-        names, rows = value["resources"], value["nodes"]
-        if type(names) is not list or any(type(name) is not str for name in names):
-            raise unreadable(_WHAT, "its resources have no names")
-        if names != sorted(set(names)) or type(rows) is not dict:
-            raise unreadable(_WHAT, "its resources or nodes are in no order")
+        names, rows, lives = value["resources"], value["nodes"], value["lives"]
+        if not _are_names(names) or type(rows) is not dict or type(lives) is not dict:
+            raise unreadable(_WHAT, "its resources or its nodes have no names")
         try:
             return cls(
                 value["members"],
                 _amounts(names, value["totals"]),
                 {node: _amounts(names, row) for node, row in rows.items()},
+                lives,
             )
         except errors.InvariantBroken as exc:
             raise unreadable(_WHAT, exc.message) from None
+
+
+def _are_names(names: Any) -> bool:
+    texts = type(names) is list and all(type(name) is str for name in names)
+    return texts and names == sorted(set(names))
 
 
 def _amounts(names: list[str], row: Any) -> dict[str, int]:
@@ -146,28 +162,29 @@ def _amounts(names: list[str], row: Any) -> dict[str, int]:
 
 
 def enrolled(value: Leases, node: str) -> Leases:
-    """With ``node`` in the run; the same value where it is already.
+    """With ``node`` in the run, one life further: another value each time, to be written at start.
 
     Raises ``ClusterRefused`` where the run has all its nodes.
     """
-    if node in value.nodes:
-        return value
-    if len(value.nodes) >= value.members:
+    if node not in value.nodes and len(value.nodes) >= value.members:
         raise errors.ClusterRefused(
             f"node {node} is one too many: the run has its {value.members} nodes (run.nodes), "
             f"{', '.join(sorted(value.nodes))}; give this one the name of the node it replaces, "
             "or use another cluster.run_id"
         )
-    return Leases(value.members, value.totals, {**value.nodes, node: value.of(node)})
+    lives = {**value.lives, node: value.lives.get(node, 0) + 1}
+    nodes = {**value.nodes, node: value.of(node)}
+    return Leases(value.members, value.totals, nodes, lives)
 
 
 def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str, int]]:
     """Adds to a node's lease of each resource what is wanted, or what is left where that is less.
 
     Returns the new value and what was granted of each, without zeros. Nothing granted: nothing to
-    write. Raises ``ClusterRefused`` as ``enrolled``.
+    write. Raises ``InvariantBroken`` for a node that has not enrolled.
     """
-    value = enrolled(value, node)
+    if node not in value.nodes:
+        raise errors.InvariantBroken(f"node {node} wants to lease and has not enrolled")
     granted: dict[str, int] = {}
     for name, amount in wanted.items():
         if name not in value.totals or amount < 0:
@@ -193,7 +210,7 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
 def _with(value: Leases, node: str, change: Amounts, sign: int) -> Leases:
     own = value.of(node)
     row = {name: amount + sign * change.get(name, 0) for name, amount in own.items()}
-    return Leases(value.members, value.totals, {**value.nodes, node: row})
+    return Leases(value.members, value.totals, {**value.nodes, node: row}, value.lives)
 
 
 # --- how much at once, and how soon again ---------------------------------------------------------

@@ -7,8 +7,8 @@ restarts and of its own words, and only a later one is news.
 
 Silence says something only while we listened. While the servers are not reached, or this process
 itself stood still, nobody's silence is held against them: the time that counts begins anew with the
-listening. So that a connection that comes and goes cannot hide a dead node for ever, a silence of
-``GRACE`` times ``lost_seconds`` counts however it came about.
+listening (such a node is quiet all the same). So that a connection that comes and goes cannot hide
+a dead node for ever, a silence of ``GRACE`` times ``lost_seconds`` counts over such gaps.
 
 Of each node three facts are taken: the link to the servers (one for all), what was heard of the
 node, and its last word. The table in ``verdicts.py`` makes a state of each combination; the run's
@@ -92,8 +92,7 @@ class Company:
         self._nodes = nodes
         self._lost_seconds = lost_seconds
         self._members: dict[str, _Member] = {}
-        self._listening_since = now
-        self._last_event = now
+        self._awake_since = self._linked_since = self._last_event = now
         self._down_since: float | None = None
         self._admitted_at: float | None = None
         self._failure: Verdict | None = None
@@ -131,7 +130,7 @@ class Company:
         if self._down_since is not None:
             self._keep(self.verdict(now))
             self._down_since = None
-            self._listening_since = now
+            self._linked_since = now
 
     def disconnected(self, now: float) -> None:
         """The servers are not reached."""
@@ -182,20 +181,20 @@ class Company:
     # --- inside -----------------------------------------------------------------------------------
 
     def _event(self, now: float) -> None:
-        self._listening_since = self._listened(now)
+        self._awake_since = self._awake(now)
         self._last_event = now
 
-    def _listened(self, now: float) -> float:
+    def _awake(self, now: float) -> float:
         """Since when. A gap in what this process was told means that it stood still itself."""
         stood_still = now - self._last_event > QUIET_SHARE * self._lost_seconds
-        return now if stood_still else self._listening_since
+        return now if stood_still else self._awake_since
 
     def _silence(self, since: float, now: float) -> float:
         """Seconds of silence that count, of one that began at ``since``."""
-        whole = now - since
+        whole = now - max(since, self._awake(now))
         if whole >= GRACE * self._lost_seconds:
             return whole
-        return min(whole, now - self._listened(now))
+        return min(whole, now - self._linked_since)
 
     def _link(self, now: float) -> Link:
         if self._down_since is None:
@@ -259,7 +258,8 @@ class Company:
         if not name:
             joined = ", ".join(self.names) or "nobody"
             missing = self._nodes - len(self._members)
-            return f"{missing} of the run's {self._nodes} nodes never joined (joined: {joined})"
+            never = "have never joined" if hearing is Hearing.NEVER else "have not joined yet"
+            return f"{missing} of the run's {self._nodes} nodes {never} (joined: {joined})"
         member = self._members[name]
         if hearing in (Hearing.QUIET, Hearing.LOST):
             return f"node {name} has not been heard of for {now - member.heard_at:.1f} s"
@@ -267,7 +267,8 @@ class Company:
             return f"node {name} did not answer"
         if member.state is None:
             return f"node {name} has said nothing yet"
-        return f"node {name} " + ("has work in flight" if member.state.cause is None else "failed")
+        failed = member.state.cause is not None
+        return f"on node {name}, as it says itself" if failed else f"node {name} has work in flight"
 
 
 def _is_news(member: _Member, state: NodeState) -> bool:

@@ -10,6 +10,7 @@ words. ``presence.py`` takes the facts.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -101,6 +102,7 @@ def judge(link: Link, hearing: Hearing, word: Word) -> Cell:
     return cell_of(row_of(link, hearing, word))
 
 
+@functools.cache
 def row_of(link: Link, hearing: Hearing, word: Word) -> int:
     """Which row of the table decides: the lower its number, the more it weighs."""
     return next(at for at, row in enumerate(_ROWS) if row.matches(link, hearing, word))
