@@ -1,0 +1,475 @@
+"""One sidecar on every node of a running Ray cluster: start, check, stop, collect.
+
+One file for the driver's own Python (3.10, standard library; Ray is imported once it is used)::
+
+    import ray, ray_sidecars
+
+    ray.init(address="auto")
+    with ray_sidecars.start("/shared/smartsearch/sidecar.toml", "/local/runs", "017") as sidecars:
+        train(sandbox_url=sidecars.sandbox_url())
+        if not sidecars.check(settle=30).healthy:
+            raise SystemExit("keep no checkpoint after the last accepted one")
+    sidecars.collect("/shared/ledgers/017")
+
+Each sidecar is a process of its own, held by an actor that cannot leave its node and that Ray never
+restarts: whoever goes on with a run says so (``resume=True``), because rollouts met the outage.
+When the driver, the actor or the node's Ray goes, the sidecar drains, and records its end.
+
+The configuration is a path, read on every node, as are the capabilities it names. They never pass
+through Ray, but for the ``sandbox_url`` when it is asked for: it comes back to the driver inside an
+answer, and is in no log, name, argument or exception. Every other call compares digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import importlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+PROGRAM = ("smartsearch-sidecar",)
+READY_SECONDS = 3600.0
+"""A large index is verified in full before it is served."""
+STOP_SECONDS = 60.0
+"""The deadline of a search, what is under way, and the closing of the ledger."""
+ACTOR_SECONDS = 120.0
+"""For Ray to start a worker on a busy node, and for any call that only looks."""
+POLL_SECONDS = 2.0
+CHUNK_BYTES = 4 * 1024 * 1024
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+NOT_COLLECTED = frozenset({"endpoints.json", "lock"})
+NODE_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__NODE"
+RUN_ID_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
+
+# An actor that ends takes its children with it by SIGKILL, and the run would have no end. So its
+# child is this holder: the sidecar is told by SIGTERM when the holder goes (prctl 1 is
+# PR_SET_PDEATHSIG), the holder when the actor does, and in each of these the sidecar drains.
+_HOLDER = """
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None)
+libc.prctl(1, signal.SIGTERM)
+child = os.fork()
+if child == 0:
+    libc.prctl(1, signal.SIGTERM)
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as exc:
+        sys.exit(f"{sys.argv[1]}: {exc.strerror}")
+signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+_FAILED = {
+    "begin": "a sidecar could not be started",
+    "ready": "a sidecar could not begin",
+    "digest": "an address could not be compared",
+    "sandbox_url": "the address could not be had",
+    "read": "a ledger could not be read",
+}
+
+
+class Verdict(NamedTuple):
+    """What all nodes said: a row each, with ``state`` and, where there is one, ``cause``."""
+
+    healthy: bool
+    nodes: dict[str, dict[str, Any]]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {_words(row)}" for name, row in self.nodes.items())
+
+
+class SidecarKeeper:
+    """The actor of one node: a sidecar's process and files. It returns what went wrong as words,
+    since an exception would carry whatever it holds into Ray's logs.
+    """
+
+    def __init__(self, command: list[str], directory: str, environment: dict[str, str]) -> None:
+        self._command = command
+        self._directory = directory
+        self._environment = environment
+        self._log = directory + ".log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> dict[str, Any]:
+        """Starts the process; it goes on after this returns."""
+        try:
+            os.makedirs(os.path.dirname(self._directory), mode=0o700, exist_ok=True)
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                self._process = subprocess.Popen(  # noqa: S603 - the operator's own command
+                    [sys.executable, "-I", "-S", "-c", _HOLDER, *self._command],
+                    env={**os.environ, **self._environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            finally:
+                os.close(log)
+        except OSError as exc:
+            return {"trouble": f"{exc.filename or self._directory}: {exc.strerror}"}
+        return {}
+
+    def ready(self, seconds: float) -> dict[str, Any]:
+        """Whether it serves, within ``seconds``; ``trouble`` where it has ended instead."""
+        until = time.monotonic() + seconds
+        while True:
+            if self._process is None or self._process.poll() is not None:
+                return {"trouble": f"it ended: {self._last_words()}"}
+            if self._serves(self._process.pid):
+                return {"ready": True}
+            if time.monotonic() > until:
+                return {"ready": False}
+            time.sleep(0.05)
+
+    def health(self, settle: float) -> dict[str, Any]:
+        """What it says of the run, without what it says of itself."""
+        if (ended := self._ended()) is not None:
+            return ended
+        try:
+            status, value = self._ask(f"/health?settle={settle:g}", settle + 10.0)
+            cause = value.get("cause") or {}
+            return {
+                "state": value["state"] if status in (200, 503) else f"status {status}",
+                "status": status,
+                "attempts": value.get("retrieval_attempts"),
+                "responses": value.get("retrieval_responses"),
+                "cause": cause.get("cause"),
+                "detail": cause.get("detail"),
+            }
+        except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError) as exc:
+            return self._ended(1.0) or {"state": "unreachable", "detail": type(exc).__name__}
+
+    def digest(self, salt: str) -> dict[str, Any]:
+        """What tells equal addresses from others, and nothing else."""
+        url = self._endpoints()["sandbox_url"]
+        return {"digest": hashlib.sha256(f"{salt} {url}".encode()).hexdigest()}
+
+    def sandbox_url(self) -> dict[str, Any]:
+        return {"sandbox_url": self._endpoints()["sandbox_url"]}
+
+    def stop(self, seconds: float) -> dict[str, Any]:
+        """Tells it to drain, and waits; kills it where ``seconds`` do not suffice."""
+        if self._process is None:
+            return {"exit_code": None}
+        self._process.terminate()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return {"exit_code": self._process.returncode}
+
+    def files(self) -> dict[str, Any]:
+        """Every file of the run directory: name below it, bytes, sha256."""
+        found = []
+        for folder, _, names in os.walk(self._directory):
+            for name in names:
+                path = os.path.join(folder, name)
+                below = os.path.relpath(path, self._directory)
+                if below not in NOT_COLLECTED:
+                    found.append((below, os.path.getsize(path), _sha256(path)))
+        return {"files": sorted(found)} if found else {"trouble": "it has no run directory"}
+
+    def read(self, below: str, offset: int) -> bytes:
+        """Up to ``CHUNK_BYTES`` of a file of the run directory."""
+        with open(os.path.join(self._directory, below), "rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK_BYTES)
+
+    def _ended(self, seconds: float = 0.0) -> dict[str, Any] | None:
+        """The row of a process that has ended, or ends within ``seconds``; None while it lives."""
+        if self._process is None:
+            return {"state": "ended", "exit_code": None}
+        try:
+            return {"state": "ended", "exit_code": self._process.wait(seconds)}
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _endpoints(self) -> dict[str, Any]:
+        with open(os.path.join(self._directory, "endpoints.json"), "rb") as file:
+            value: dict[str, Any] = json.load(file)
+        return value
+
+    def _serves(self, session: int) -> bool:
+        """Whether the endpoints are those of this very process, or of one that it has begun: a
+        killed one leaves its own behind, and another node's may lie in a folder that is shared.
+        """
+        try:
+            return os.getsid(int(self._endpoints()["pid"])) == session
+        except (OSError, ValueError, LookupError):
+            return False
+
+    def _last_words(self) -> str:
+        try:
+            with open(self._log, "rb") as file:
+                lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
+        except OSError:
+            lines = []
+        said = [line.strip() for line in lines if line.strip()]
+        return said[-1][:500] if said else f"without a word in {self._log}"
+
+    def _ask(self, path: str, seconds: float) -> tuple[int, Any]:
+        """One try, no proxy, no redirect."""
+        url = urlsplit(self._endpoints()["internal_url"])
+        connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
+        try:
+            connection.request("GET", url.path.rstrip("/") + path)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read(ANSWER_BYTES_MAX))
+        finally:
+            connection.close()
+
+
+class Sidecars:
+    """The sidecars of a run, one a node, by the node's name."""
+
+    def __init__(self, keepers: Mapping[str, Any], where: Callable[[dict[str, Any]], bool]) -> None:
+        self._keepers = {name: keeper for name, (_, keeper) in keepers.items()}
+        self._served = {node_id for node_id, _ in keepers.values()}
+        self._where = where
+        self.exit_codes: dict[str, int | None] = {}
+
+    def __repr__(self) -> str:
+        return f"<sidecars on {', '.join(self._keepers)}>"
+
+    def __enter__(self) -> Sidecars:  # noqa: PYI034 - Python 3.10 has no `Self`
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def begin(self, seconds: float, *, one_address: bool = True) -> None:
+        """Starts every process and returns once all serve, within ``seconds``; ``start`` does it.
+
+        Raises ``RuntimeError`` with the last line of each that ended, or that is not ready.
+        """
+        until = time.monotonic() + seconds
+        self._good("begin")
+        waiting = list(self._keepers)
+        while waiting:
+            rows = self._good("ready", POLL_SECONDS, names=waiting)
+            waiting = [name for name, row in rows.items() if not row["ready"]]
+            if waiting and time.monotonic() > until:
+                raise RuntimeError(f"not ready after {seconds:g} s: {', '.join(waiting)}")
+        if one_address:
+            self.require_one_address()
+
+    def sandbox_url(self) -> str:
+        """The one address that every node's rollouts are given. It holds a capability.
+
+        Raises ``RuntimeError`` where the nodes' addresses are not the same.
+        """
+        self.require_one_address()
+        (row,) = self._good("sandbox_url", names=list(self._keepers)[:1]).values()
+        return str(row["sandbox_url"])
+
+    def require_one_address(self) -> None:
+        """Raises ``RuntimeError`` where a node's ``sandbox_url`` is not every node's."""
+        salt = secrets.token_hex(16)
+        rows = self._good("digest", salt)
+        if len({row["digest"] for row in rows.values()}) != 1:
+            raise RuntimeError(
+                "one sandbox_url serves every node, but theirs differ: let the configuration name "
+                "server.port and server.execute_capability_file, the same on every node"
+            )
+
+    def check(self, settle: float = 30.0) -> Verdict:
+        """Asks every node at once, each waiting up to ``settle`` seconds for work in flight.
+
+        A node of the cluster that came later, and so has none, is not healthy.
+        """
+        rows = self._all("health", settle, seconds=settle + ACTOR_SECONDS)
+        for row in rows.values():
+            row.setdefault("state", "unreachable")
+        for name, node in _named(_alive(self._where)).items():
+            if node["NodeID"] not in self._served:
+                rows[name] = {"state": "without a sidecar"}
+        return Verdict(all(row["state"] == "healthy" for row in rows.values()), rows)
+
+    def stop(self, seconds: float = STOP_SECONDS) -> dict[str, int | None]:
+        """Drains and ends every sidecar. Returns exit codes: 0 fine, 4 the run had failed, 137 it
+        had been killed, None where the node is lost. Calling it again changes nothing.
+        """
+        if not self.exit_codes:
+            rows = self._all("stop", seconds, seconds=seconds + ACTOR_SECONDS)
+            self.exit_codes = {name: row.get("exit_code") for name, row in rows.items()}
+        return self.exit_codes
+
+    def collect(self, into: str | os.PathLike[str]) -> dict[str, str]:
+        """Copies every node's run directory to ``into/<name>``, which must not exist; the folders.
+
+        Raises ``RuntimeError`` before ``stop``, and where a ledger could not be had or was changed
+        on its way; those of the other nodes are there all the same.
+        """
+        if not self.exit_codes:
+            raise RuntimeError("a ledger is whole once its sidecar has ended: stop them first")
+        folders: dict[str, str] = {}
+        missing: dict[str, str] = {}
+        for name, row in self._all("files", seconds=READY_SECONDS).items():
+            folder = os.path.join(os.fspath(into), name)
+            try:
+                if "trouble" in row:
+                    raise RuntimeError(row["trouble"])
+                os.makedirs(folder, mode=0o700)
+                for below, size, digest in row["files"]:
+                    self._copy(name, below, os.path.join(folder, below), size, digest)
+                folders[name] = folder
+            except (OSError, RuntimeError) as exc:
+                missing[name] = str(exc.strerror if isinstance(exc, OSError) else exc)
+        if missing:
+            raise RuntimeError(f"not every ledger could be collected: {_listed(missing)}")
+        return folders
+
+    def _copy(self, name: str, below: str, path: str, size: int, digest: str) -> None:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            for offset in range(0, size, CHUNK_BYTES):
+                file.write(self._good("read", below, offset, names=[name])[name])
+        if _sha256(path) != digest:
+            raise RuntimeError(f"{below} was changed on its way")
+
+    def _all(
+        self,
+        method: str,
+        *words: Any,
+        seconds: float = ACTOR_SECONDS,
+        names: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """One call to every keeper, side by side; ``trouble`` where none answered in time."""
+        ray = _ray()
+        asked = self._keepers if names is None else {name: self._keepers[name] for name in names}
+        refs = {name: getattr(keeper, method).remote(*words) for name, keeper in asked.items()}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds)
+        return {name: _answer(ray, ref) for name, ref in refs.items()}
+
+    def _good(self, method: str, *words: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """The same where every answer is needed."""
+        rows = self._all(method, *words, names=names)
+        troubles = {
+            name: row["trouble"]
+            for name, row in rows.items()
+            if isinstance(row, dict) and "trouble" in row
+        }
+        if troubles:
+            raise RuntimeError(f"{_FAILED[method]}: {_listed(troubles)}")
+        return rows
+
+
+def start(
+    config: str | os.PathLike[str],
+    runs: str | os.PathLike[str],
+    run: str,
+    *,
+    coordinated: bool = False,
+    resume: bool = False,
+    program: Sequence[str] = PROGRAM,
+    where: Callable[[dict[str, Any]], bool] = lambda node: True,
+    port: Callable[[dict[str, Any]], int] | None = None,
+    ready_seconds: float = READY_SECONDS,
+) -> Sidecars:
+    """Starts a sidecar on every node and returns once all serve; else stops them, and raises
+    ``RuntimeError`` with each one's last line.
+
+    ``config`` and ``runs`` are paths on every node; the run directory is ``runs/run``, where
+    ``{node}`` in ``runs`` stands for the node's name (needed if nodes share the folder), and its
+    log is ``runs/run.log``. ``coordinated`` says that the configuration has ``[cluster]``: each
+    node then gets its name, and the run's id is ``run``. ``resume`` goes on with a run. ``where``
+    chooses nodes by their row of ``ray.nodes()``. ``port`` is for a rehearsal of several nodes on
+    one machine; a real run has one port.
+    """
+    ray = _ray()
+    nodes = _named(_alive(where))
+    if not nodes:
+        raise RuntimeError("no node of the Ray cluster was chosen")
+    here = sys.modules.get(__name__)
+    if here is not None:  # the workers need not have this file
+        ray.cloudpickle.register_pickle_by_value(here)
+    try:
+        keepers = {}
+        for name, node in nodes.items():
+            directory = os.path.join(os.fspath(runs).replace("{node}", name), run)
+            command = [*program, "serve", "--config", os.fspath(config), "--run-dir", directory]
+            command += ["--resume"] if resume else []
+            command += [] if port is None else ["--port", str(port(node))]
+            own = {NODE_VARIABLE: name, RUN_ID_VARIABLE: run} if coordinated else {}
+            keepers[name] = (node["NodeID"], _keeper_on(node["NodeID"], command, directory, own))
+    finally:
+        if here is not None:
+            ray.cloudpickle.unregister_pickle_by_value(here)
+    sidecars = Sidecars(keepers, where)
+    try:
+        sidecars.begin(ready_seconds, one_address=port is None)
+    except BaseException:
+        sidecars.stop()
+        raise
+    return sidecars
+
+
+def _ray() -> Any:
+    return importlib.import_module("ray")
+
+
+def _keeper_on(node_id: str, command: list[str], directory: str, own: dict[str, str]) -> Any:
+    """An actor that cannot be elsewhere and takes nothing from the trainer's own resources."""
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    there = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = (
+        _ray()
+        .remote(SidecarKeeper)
+        .options(num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=there)
+    )
+    return actor.remote(command, directory, own)
+
+
+def _answer(ray: Any, ref: Any) -> Any:
+    try:
+        return ray.get(ref, timeout=0.001)
+    except ray.exceptions.RayError as exc:  # its text may hold anything: the name will do
+        return {"trouble": f"its keeper gave no answer ({type(exc).__name__})"}
+
+
+def _alive(where: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+    return (node for node in _ray().nodes() if node["Alive"] and where(node))
+
+
+def _named(nodes: Iterator[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Nodes by a name that a resumed run finds again: the host's, as ``cluster.node`` takes it."""
+    found = sorted(nodes, key=lambda node: str(node["NodeID"]))
+    hosts = [re.sub(r"[^A-Za-z0-9_-]", "-", node["NodeManagerHostname"])[:55] for node in found]
+    several = Counter(hosts)
+    return {
+        host if several[host] == 1 else f"{host}-{node['NodeID'][:8]}": node
+        for host, node in zip(hosts, found, strict=True)
+    }
+
+
+def _listed(sentences: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {sentence}" for name, sentence in sentences.items())
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    said = [
+        row[key] for key in ("state", "cause", "detail", "trouble", "exit_code") if row.get(key)
+    ]
+    return ": ".join(map(str, said))
+
+
+def _sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
