@@ -48,7 +48,7 @@ format: setup ## rewrite the sources in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup ## figures beside those of our peers (minutes)
+bench: setup ## figures beside those of our peers (a quarter of an hour; BENCH="--quick" for a look)
 	$(BIN)/python -m tests.benchmarks $(BENCH)
 
 soak: setup ## the long runs (an hour)

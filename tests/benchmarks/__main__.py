@@ -7,6 +7,7 @@ done; figures to ``results.json``, ``tables.md`` and ``plot.svg`` in the folder 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import sys
@@ -98,15 +99,25 @@ def write(settings: Settings, outcomes: Sequence[Outcome], facts: dict[str, Any]
     value = results.as_json(outcomes, facts, asked)
     (settings.out / "results.json").write_text(json.dumps(value, indent=1) + "\n")
     (settings.out / "plot.svg").write_text(plot.svg(outcomes), encoding="utf-8")
-    with (settings.out / "tables.md").open("w", encoding="utf-8") as out:
-        console = Console(file=out, width=400)
-        console.print(f"{facts['cpu']}, {facts['cores']} cores, {facts['at']}", highlight=False)
-        for outcome in outcomes:
-            console.print(f"\n{outcome.scenario.title}\n", highlight=False)
-            console.print(results.table(outcome, markdown=True))
-            if outcome.scenario.name == "profile":
-                console.print(profiling.differences(outcome, markdown=True))
-        console.print(results.goals_table(outcomes, markdown=True))
+    (settings.out / "tables.md").write_text(_markdown(outcomes, facts), encoding="utf-8")
+
+
+def _markdown(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> str:
+    """The tables as they can be put into a README."""
+    text = io.StringIO()
+    console = Console(file=text, width=400, highlight=False)
+    console.print(
+        f"{facts['cpu']}, {facts['cores']} cores, Python {facts['python']}, {facts['at']}"
+    )
+    for outcome in outcomes:
+        console.print(f"\n{outcome.scenario.title}")
+        console.print(results.table(outcome, markdown=True))
+        if outcome.scenario.name == "profile":
+            console.print(profiling.differences(outcome, markdown=True))
+        for note in outcome.notes:
+            console.print(note)
+    console.print(results.goals_table(outcomes, markdown=True))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def main(words: Sequence[str] | None = None) -> int:
