@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -13,13 +12,17 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import plot, results
+from tests.benchmarks import corpora, load, plot, results
+from tests.benchmarks.__main__ import main
 from tests.benchmarks.load import NUMBER
+from tests.benchmarks.processes import peer
 from tests.benchmarks.results import Case, Goal, Outcome, Scenario
 from tests.benchmarks.settings import Settings, Unmeasured
 from tests.fakes.process import ROOT, environment
+from tests.parity.sides import needs_reference
 
 needs_wrk = pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
+CI_MAY_LACK_WRK = pytest.mark.may_skip("wrk is a program of the system's, not of this project")
 
 
 def bench(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -31,39 +34,51 @@ def bench(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_wrk
-@pytest.mark.may_skip("wrk is a program of the system's, which an image for CI may lack")
+@CI_MAY_LACK_WRK
 def test_a_tiny_run_measures_and_writes(tmp_path: Path) -> None:
-    """One command leaves figures of ours and of the peers, ratios, tables, a plot, no ledgers."""
+    """One command leaves each case's figures, what they are compared with, a plot; no ledgers."""
     out = tmp_path / "bench"
-    words = ["instant", "growth", "--quick", "--runs", "1", "--seconds", "1", "--clients", "2"]
-    done = bench(out, *words)
+    done = bench(out, "growth", "--quick", "--seconds", "1", "--clients", "2")
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in out.iterdir()) == ["plot.svg", "results.json", "tables.md"]
     value = json.loads((out / "results.json").read_bytes())
     assert value["format"] == 1
     assert value["facts"]["cores"] >= 1
-    assert value["asked"]["clients"] == [2]
-    instant, growth = value["scenarios"]
-    medians = {case["name"]: case["median"] for case in instant["cases"]}
-    assert {"ours, 2", "bare aiohttp, 2"} <= set(medians)
-    for name in ("ours, 2", "bare aiohttp, 2"):
-        assert set(medians[name]) >= {"per_second", "p50_ms", "p99_ms", "cpu_us", "refused"}
-        assert medians[name]["answers"] > 0
-    assert (medians["ours, 2"]["refused"], medians["ours, 2"]["latched"]) == (0, 0)
-    grown = [case["median"]["answers"] for case in growth["cases"]]
-    assert grown[0] >= 500
-    assert grown[1] >= 2000
-    ratios = [goal["median"] for goal in value["goals"] if "bare" in goal["what"]]
-    assert all(ratio is not None and 0 < ratio < math.inf for ratio in ratios)
-    assert "ours, 2" in done.stdout
-    assert "| ours, 2" in (out / "tables.md").read_text()
+    assert (value["asked"]["clients"], value["asked"]["quick"]) == ([2], True)
+    (growth,) = value["scenarios"]
+    assert [case["name"] for case in growth["cases"]] == ["500 requests", "2,000 requests"]
+    first, second = (case["median"] for case in growth["cases"])
+    assert 500 <= first["answers"] < 2000 <= second["answers"]
+    assert first["journal_mb"] < second["journal_mb"]
+    for figures in (first, second):
+        assert (figures["refused"], figures["broken"], figures["latched"]) == (0, 0, 0)
+        assert min(figures[name] for name in ("per_second", "p50_ms", "p99_ms", "cpu_us")) > 0
+    assert [goal["median"] > 0 for goal in value["goals"]] == [True, True]
+    assert "2,000 requests" in done.stdout
+    assert "| 2,000 requests" in (out / "tables.md").read_text()
 
 
-def test_an_unknown_scenario_is_named(tmp_path: Path) -> None:
+@needs_wrk
+@CI_MAY_LACK_WRK
+@pytest.mark.parametrize(
+    "kind, words",
+    [("bare", ()), ("layer", ("7",)), pytest.param("reference", ("0",), marks=needs_reference)],
+)
+def test_peers_answer_the_same_load(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
+    """What stands beside us takes the very requests we take, and refuses none."""
+    with peer(tmp_path, kind, *words) as target:
+        bodies = corpora.plain_bodies(tmp_path)
+        found = load.wrk(target, bodies, clients=2, seconds=30, limit=50)
+    assert found["answers"] >= 50
+    assert (found["refused"], found["broken"]) == (0, 0)
+
+
+def test_an_unknown_scenario_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A scenario that does not exist is wrong use, and nothing is measured."""
-    done = bench(tmp_path / "bench", "nosuch")
-    assert done.returncode == 2
-    assert "nosuch" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["nosuch", "--out", str(tmp_path / "bench")])
+    assert ended.value.code == 2
+    assert "nosuch" in capsys.readouterr().err
     assert not (tmp_path / "bench").exists()
 
 
