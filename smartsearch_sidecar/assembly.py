@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar.admission import Slots
@@ -17,6 +18,7 @@ from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.reopen import Reopened
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.opening import MIB, begin
+from smartsearch_sidecar.recorder import Recorder
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.provider import Provider, WatchesItself
@@ -25,6 +27,8 @@ from smartsearch_sidecar.scoring import Scoring
 from smartsearch_sidecar.service import Service, ServicePolicy
 
 if TYPE_CHECKING:
+    from smartsearch_sidecar.cluster.own import Connect
+    from smartsearch_sidecar.fleet import Fleet
     from smartsearch_sidecar.rewards import Rewards
 
 TOP_N = 5  # the contract's; part of every call
@@ -32,13 +36,16 @@ TOP_N = 5  # the contract's; part of every call
 
 @dataclass(slots=True)
 class Parts:
-    """A run, assembled; ``scoring`` and ``rewards`` where rewards are on, ``facts`` as claimed."""
+    """A run, assembled; ``scoring`` and ``rewards`` where rewards are on, ``facts`` as claimed,
+    ``fleet`` where the run has other nodes.
+    """
 
     service: Service
     scoring: Scoring | None
     rewards: Rewards | None
     watching: asyncio.Task[None] | None
     facts: dict[str, Any]
+    fleet: Fleet | None
 
     async def close(self) -> None:
         """Ends what runs beside the requests; the writer is the daemon's to close, last."""
@@ -60,6 +67,7 @@ async def assemble(
     provider: Provider | None = None,
     progress: Progress | None = None,
     observer: Observer | None = None,
+    connect: Connect | None = None,
 ) -> Parts:
     """Opens provider and rewards, claims or resumes the run, and builds what serves it.
 
@@ -69,22 +77,36 @@ async def assemble(
     heard = observer or Observer()
     opened = provider or await open_configured(config, progress)
     rewards: Rewards | None = None
+    fleet: Fleet | None = None
     try:
         guard = await _guard(config, opened)
         facts: dict[str, Any] = {
             "retrieval": guard.identity,
             "retrieval_identity_sha256": guard.identity_sha256,
         }
+        # Imported where they are wanted: a run without them does not load their modules.
+        if config.cluster is not None:
+            from smartsearch_sidecar.fleet import Fleet
+
+            fleet = await Fleet.reach(config, connect)
         if config.reward.enabled:
-            # Imported where they are wanted: a run without rewards does not load their modules.
             from smartsearch_sidecar.rewards import open_rewards
 
             rewards = await open_rewards(config)
             facts["reward"] = rewards.facts
-            if found is not None:
-                await asyncio.to_thread(rewards.remember, files.directory)
-        recorder = await begin(files, config, found, facts, observe=heard.batch, told=heard.record)
+            await rewards.remember(None if found is None else files.directory, fleet)
+        recorder = await begin(
+            files,
+            config,
+            found,
+            facts,
+            observe=heard.batch,
+            told=heard.record,
+            join=None if fleet is None else partial(fleet.join, facts),
+        )
     except BaseException:
+        if fleet is not None:
+            await fleet.withdraw()
         if rewards is not None:
             await rewards.close()
         await opened.close()
@@ -93,8 +115,30 @@ async def assemble(
         opened.on_fault = lambda fault: recorder.close_latch(
             fault.cause or fault.code, detail=fault.message
         )
+    service = _service(
+        config, recorder=recorder, guard=guard, heard=heard, rewards=rewards, fleet=fleet
+    )
+    if fleet is not None:
+        await fleet.begin(service)
+    if rewards is None:
+        return Parts(service, None, None, None, facts, fleet)
+    watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
+    scoring = rewards.scoring(recorder, waited=heard.waited["reward"].observe, allowance=fleet)
+    return Parts(service, scoring, rewards, watching, facts, fleet)
+
+
+def _service(
+    config: Config,
+    *,
+    recorder: Recorder,
+    guard: Guard,
+    heard: Observer,
+    rewards: Rewards | None,
+    fleet: Fleet | None,
+) -> Service:
     execute = config.execute
-    service = Service(
+    told = None if rewards is None else rewards.answers.add
+    return Service(
         recorder=recorder,
         slots=Slots(execute.slots, execute.waiting_max, waited=heard.waited["execute"].observe),
         retrieval=Retrieval(guard, cache_bytes=config.retrieval.cache_mib * MIB),
@@ -104,13 +148,9 @@ async def assemble(
             decline=execute.on_invalid_query == "decline",
             latch_undelivered=execute.on_undelivered == "latch",
         ),
-        told=None if rewards is None else rewards.answers.add,
+        told=told if fleet is None else fleet.told,
+        allowance=fleet,
     )
-    if rewards is None:
-        return Parts(service, None, None, None, facts)
-    watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
-    scoring = rewards.scoring(recorder, waited=heard.waited["reward"].observe)
-    return Parts(service, scoring, rewards, watching, facts)
 
 
 async def _guard(config: Config, provider: Provider) -> Guard:

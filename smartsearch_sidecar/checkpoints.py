@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.service import Service
 from smartsearch_sidecar.status import check, counts
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.fleet import Fleet
 
 RECEIPT_FORMAT = 1
 SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: this is for stragglers
@@ -51,15 +54,25 @@ def parse_checkpoint(value: Any) -> CheckpointRequest:
 
 
 async def take_checkpoint(
-    service: Service, wanted: CheckpointRequest, *, settle_seconds: float = SETTLE_SECONDS
+    service: Service,
+    wanted: CheckpointRequest,
+    *,
+    settle_seconds: float = SETTLE_SECONDS,
+    fleet: Fleet | None = None,
 ) -> tuple[bool, dict[str, Any]]:
     """Settles, checks, records and syncs. Returns whether it was accepted, and the answer's body:
-    the receipt, or the refusal with the run's state and first cause.
+    the receipt, or the refusal with the run's state and first cause. With a ``fleet`` every node
+    is asked, and the receipt names each one's journal.
 
     Raises ``LedgerFailed`` where neither can be recorded.
     """
     state = service.state
-    word = await check(service, settle_seconds)
+    about: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
+    if fleet is None:
+        word = await check(service, settle_seconds)
+    else:
+        word, about["cluster"], nodes["nodes"] = await fleet.verdict(service, settle_seconds)
     data: dict[str, Any] = {
         "step": wanted.step,
         "path": wanted.path,
@@ -70,10 +83,17 @@ async def take_checkpoint(
         refusal = {**data, "state": word}
         number = state.checkpoints_refused + 1
         await service.recorder.record(Kind.CHECKPOINT_REFUSED, number, refusal)
-        return False, {"accepted": False, "step": wanted.step, "state": word, **counts(service)}
+        return False, {
+            "accepted": False,
+            "step": wanted.step,
+            "state": word,
+            **counts(service),
+            **about,
+        }
     number = state.checkpoints_accepted + 1
     data["occurrence"] = state.checkpoint_steps[wanted.step] + 1
     data["usage"] = state.usage()
+    data |= nodes
     receipt = await service.recorder.record(Kind.CHECKPOINT_ACCEPTED, number, data)
     return True, {
         "format": RECEIPT_FORMAT,

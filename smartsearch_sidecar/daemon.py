@@ -8,11 +8,11 @@ work in flight, connections, provider, ``run.closed``, writer, files.
 from __future__ import annotations
 
 import asyncio
-import resource
 import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
@@ -23,7 +23,7 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.ledger.reopen import Reopened
-from smartsearch_sidecar.listening import Endpoints, bind
+from smartsearch_sidecar.listening import Endpoints, bind, raise_descriptor_limit
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.opening import take_directory
 from smartsearch_sidecar.retrieval.provider import Provider
@@ -39,8 +39,10 @@ EXIT_LATCHED = 4
 
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
-OTHER_DESCRIPTORS = 256  # journal, index, helper and retriever connections, loop
 
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.cluster.own import Connect
 
 OnReady = Callable[[Endpoints, Service], None]
 
@@ -57,9 +59,11 @@ class Daemon:
         resume: bool = False,
         progress: Progress | None = None,
         on_ready: OnReady | None = None,
+        connect: Connect | None = None,
     ) -> None:
-        """``disk`` and ``provider`` may be given by who embeds or tests; ``on_ready`` is told once;
-        ``resume`` continues the run of an existing directory.
+        """``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by who
+        embeds or tests; ``on_ready`` is told once; ``resume`` continues the run of an existing
+        directory.
 
         Raises ``ConfigError`` without a run directory.
         """
@@ -71,6 +75,7 @@ class Daemon:
         self._resume = resume
         self._progress = progress
         self._on_ready = on_ready
+        self._connect = connect
         self._log = structlog.get_logger("daemon")
         self._stop = asyncio.Event()
         self.port: int | None = None
@@ -119,7 +124,7 @@ class Daemon:
             raise
         service = parts.service
         # Before the file that says so: who finds the address must find it answering.
-        self.app.serve_with(service, parts.scoring)
+        self.app.serve_with(service, parts.scoring, parts.fleet)
         self.app.operator.watch(self._sources(parts, server), parts.facts)
         endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         try:
@@ -157,6 +162,7 @@ class Daemon:
                 provider=self._provider,
                 progress=self._progress,
                 observer=self.observer,
+                connect=self._connect,
             )
         except BaseException:
             await asyncio.to_thread(self.files.abandon)
@@ -164,7 +170,12 @@ class Daemon:
 
     def _sources(self, parts: Parts, server: EdgeServer) -> Sources:
         return Sources(
-            parts.service, parts.scoring, self.observer, lambda: server.open, server.oldest_began
+            parts.service,
+            parts.scoring,
+            self.observer,
+            lambda: server.open,
+            server.oldest_began,
+            parts.fleet,
         )
 
     async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
@@ -219,6 +230,8 @@ class Daemon:
         except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
         await self._record_end(service)
+        if parts.fleet is not None:
+            await parts.fleet.leave()
         await service.writer.close()
         await asyncio.to_thread(self._close_files)
         cause = service.state.cause
@@ -252,23 +265,6 @@ def _capability(given: object) -> str:
     return str(reveal()) if reveal is not None else secrets.token_urlsafe(32)
 
 
-def _raise_descriptor_limit(connections_max: int) -> None:
-    """Asks for as many descriptors as connections may be open, and says so where that is refused:
-    a connection nobody can accept is a call nobody answers.
-    """
-    wanted = connections_max + OTHER_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reached), hard))
-        if reached < wanted:
-            structlog.get_logger("daemon").warning(
-                "too few file descriptors for server.connections_max: raise ulimit -n",
-                wanted=wanted,
-                allowed=reached,
-            )
-
-
 def serve_until_stopped(
     config: Config,
     *,
@@ -288,7 +284,7 @@ def serve_until_stopped(
         if on_built is not None:
             on_built(daemon)
         logs.configure(daemon.secrets, pretty=pretty_logs)
-        _raise_descriptor_limit(config.server.connections_max)
+        raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 from dataclasses import dataclass
 
 import orjson
+import structlog
 
 from smartsearch_sidecar import errors
+
+OTHER_DESCRIPTORS = 256  # journal, index, helper and retriever connections, loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +58,20 @@ def bind(host: str, port: int) -> socket.socket:
             "server.port"
         ) from None
     return sock
+
+
+def raise_descriptor_limit(connections_max: int) -> None:
+    """Asks for as many descriptors as connections may be open, and says so where that is refused:
+    a connection nobody can accept is a call nobody answers.
+    """
+    wanted = connections_max + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reached), hard))
+        if reached < wanted:
+            structlog.get_logger("daemon").warning(
+                "too few file descriptors for server.connections_max: raise ulimit -n",
+                wanted=wanted,
+                allowed=reached,
+            )

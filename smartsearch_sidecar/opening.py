@@ -8,6 +8,7 @@ claims and records.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
@@ -26,6 +27,9 @@ from smartsearch_sidecar.runstate import RunState
 from smartsearch_sidecar.scores import quotas_of
 
 MIB = 1024 * 1024
+
+Join = Callable[[bytes, bool], Awaitable[None]]
+"""Takes this node's place among the run's: its claim, and whether that is a new one."""
 
 
 def take_directory(
@@ -70,6 +74,8 @@ def claimed_data(config: Config, claim: bytes) -> dict[str, Any]:
             "train": quotas_of(config.reward),
             "validation": quotas_of(config.reward.validation),
         }
+    if config.cluster is not None:
+        data["cluster"] = {"run_id": config.cluster.run_id, "node": config.cluster.node}
     return data
 
 
@@ -81,12 +87,14 @@ async def begin(
     *,
     observe: Observe | None = None,
     told: Told | None = None,
+    join: Join | None = None,
 ) -> Recorder:
     """Claims a new run, or continues one, and returns its recorder with the writer running.
 
     ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, or
-    no end, closes the latch here, before anything can be asked. Raises ``RunDirectoryError`` where
-    the directory was claimed for something else, ``LedgerFailed`` where nothing can be recorded.
+    no end, closes the latch here, before anything can be asked. ``join`` comes before anything is
+    written. Raises ``RunDirectoryError`` where the directory was claimed for something else,
+    ``LedgerFailed`` where nothing can be recorded, and what ``join`` raises.
     """
     previous = None
     if config.run.previous is not None and (found is None or not found.claim):
@@ -95,7 +103,11 @@ async def begin(
     if found is not None and found.claim:
         require_same_claim(files.directory, found.claim, claim)
         claim = found.claim
+        if join is not None:
+            await join(claim, False)
     else:
+        if join is not None:
+            await join(claim, True)
         try:
             await asyncio.to_thread(files.create_only, CLAIM, claim)
         except OSError as exc:

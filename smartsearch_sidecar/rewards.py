@@ -12,12 +12,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.allowance import Allowance
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract import DECLINED_RESULT
 from smartsearch_sidecar.ledger.disk import CLAIM
@@ -38,6 +39,14 @@ from smartsearch_sidecar.scoring_rows import Preparation, ScoringPolicy
 IDENTITY_SECONDS = 60.0  # how often the helper is asked who it is, besides in every answer
 
 
+class Learns(Protocol):
+    """What knows the answers of other nodes."""
+
+    async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
+        """Adds them, and this node's ``own`` results, to ``answers``; goes on adding."""
+        ...
+
+
 @dataclass(slots=True)
 class Rewards:
     """What a run's rewards are made of, verified and open."""
@@ -51,7 +60,11 @@ class Rewards:
     answers: AnswerDigests
 
     def scoring(
-        self, recorder: Recorder, *, waited: Callable[[float], None] | None = None
+        self,
+        recorder: Recorder,
+        *,
+        waited: Callable[[float], None] | None = None,
+        allowance: Allowance | None = None,
     ) -> Scoring:
         """What serves ``/reward``; the recorder's state must have been claimed or resumed."""
         section = self.config.reward
@@ -75,13 +88,23 @@ class Rewards:
             slots=Slots(section.slots, section.waiting_max, waited=waited),
             scorer=self.scorer,
             preparation=Preparation(self.references, self.answers, _digest(self.facts), policy),
-            calls=MeteredCalls(recorder, scores, dispatch, seed=section.seed),
+            calls=MeteredCalls(recorder, scores, dispatch, seed=section.seed, allowance=allowance),
             policy=policy,
+            allowance=allowance,
         )
 
-    def remember(self, directory: Path) -> None:
-        """Learns what rollouts were told before a restart. Blocking."""
-        for result in told(directory):
+    async def remember(self, directory: Path | None, fleet: Learns | None) -> None:
+        """Learns what rollouts were told before a restart, by the journal in ``directory``, and
+        what other nodes told theirs.
+        """
+        own = iter(()) if directory is None else told(directory)
+        if fleet is not None:
+            await fleet.learn(self.answers, own)
+        else:
+            await asyncio.to_thread(self._remember, own)
+
+    def _remember(self, own: Iterator[str]) -> None:
+        for result in own:
             self.answers.add(result)
 
     async def watch(self, recorder: Recorder) -> None:

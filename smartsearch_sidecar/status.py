@@ -17,7 +17,8 @@ _POLL_SECONDS = 0.005
 IDENTITY_SECONDS = 5.0  # for a provider that is asked nothing else; under every client's patience
 
 
-def _pending(service: Service) -> bool:
+def pending(service: Service) -> bool:
+    """Whether anything is in flight: a request, a search, a score, a record."""
     return not (service.slots.idle and service.state.settled and service.writer.idle)
 
 
@@ -25,7 +26,7 @@ async def settle(service: Service, seconds: float) -> None:
     """Waits until nothing is in flight, the latch closes, or ``seconds`` have passed."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while _pending(service) and not service.state.closed:
+    while pending(service) and not service.state.closed:
         left = deadline - loop.time()
         if left <= 0:
             return
@@ -39,7 +40,7 @@ async def check(service: Service, seconds: float) -> str:
     While work is in flight it is not asked: each search asks it, and may hold up the answer.
     """
     await settle(service, seconds)
-    if not service.state.closed and not _pending(service):
+    if not service.state.closed and not pending(service):
         try:
             async with asyncio.timeout(IDENTITY_SECONDS):
                 await service.retrieval.guard.check_identity()
@@ -54,7 +55,7 @@ async def check(service: Service, seconds: float) -> str:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
             await service.recorder.latch_durable()
         return "failed"
-    return "pending" if _pending(service) else "healthy"
+    return "pending" if pending(service) else "healthy"
 
 
 async def health_report(service: Service, *, settle_seconds: float) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def counts(service: Service) -> dict[str, Any]:
 def status_report(service: Service) -> dict[str, Any]:
     """The body of ``/status``: the counts, and what is under way right now."""
     state = service.state
-    word = "failed" if state.closed else "pending" if _pending(service) else "healthy"
+    word = "failed" if state.closed else "pending" if pending(service) else "healthy"
     return {
         "state": word,
         **counts(service),

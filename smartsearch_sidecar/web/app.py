@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
@@ -30,6 +30,9 @@ from smartsearch_sidecar.web.routes import (
     require_json,
 )
 from smartsearch_sidecar.web.searches import SearchRoutes
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.fleet import Fleet
 
 PROBES = frozenset({"/livez", "/readyz"})
 
@@ -74,11 +77,14 @@ class App:
             refuse=self._refuse_search,
         )
 
-    def serve_with(self, service: Service, scoring: Scoring | None = None) -> None:
+    def serve_with(
+        self, service: Service, scoring: Scoring | None = None, fleet: Fleet | None = None
+    ) -> None:
         """Opens the door. Refusals from before close the latch now, the first one first."""
         self._service = service
         self._internal.service = service
         self._internal.scoring = scoring
+        self._internal.fleet = fleet
         if self._early is not None and self._early.cause is not None:
             service.recorder.close_latch(
                 self._early.cause, detail=f"while loading: {self._early.message}"

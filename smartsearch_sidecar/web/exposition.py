@@ -10,6 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -26,6 +27,10 @@ from smartsearch_sidecar.admission import Slots
 from smartsearch_sidecar.metrics import PREFIX, TABLE, Histogram, Observer
 from smartsearch_sidecar.scoring import Scoring
 from smartsearch_sidecar.service import Service
+from smartsearch_sidecar.status import status_report
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.fleet import Fleet
 
 # Labels' values, and the sample: a number, or a histogram with so many further values of 0.
 Sample = tuple[tuple[str, ...], float | tuple[Histogram, int]]
@@ -40,6 +45,13 @@ class Sources:
     observer: Observer
     connections: Callable[[], int]
     oldest_began: Callable[[], float]
+    fleet: Fleet | None = None
+
+    def status(self) -> dict[str, Any]:
+        """What ``/status`` says of the run."""
+        if self.fleet is None:
+            return status_report(self.service)
+        return self.fleet.status(self.service)
 
     def oldest_seconds(self) -> float:
         """Age of the oldest rollout request that is not answered; 0 if there is none."""

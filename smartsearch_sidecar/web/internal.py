@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -23,6 +23,9 @@ from smartsearch_sidecar.web.edge import EdgeRequest, Reply
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.routes import Target
 
+if TYPE_CHECKING:
+    from smartsearch_sidecar.fleet import Fleet
+
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 OPERATOR_BYTES_MAX = 65536  # a reason, a path
 PARSE_ON_LOOP_BYTES_MAX = 65536  # strict parsing of more would hold the loop for milliseconds
@@ -35,13 +38,16 @@ Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
 
 class InternalRoutes:
-    """``service`` is set once the run is claimed, ``scoring`` with it where rewards are enabled."""
+    """``service`` is set once the run is claimed, ``scoring`` with it where rewards are enabled,
+    ``fleet`` where the run has other nodes: then what is said is said of the run.
+    """
 
     def __init__(
         self, read_body: ReadBody, answer_json: AnswerJson, operator: OperatorRoutes
     ) -> None:
         self.service: Service | None = None
         self.scoring: Scoring | None = None
+        self.fleet: Fleet | None = None
         self._read_body = read_body
         self._answer_json = answer_json
         self._operator = operator
@@ -89,11 +95,15 @@ class InternalRoutes:
 
     async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         service = self._need_service()
-        report = await health_report(service, settle_seconds=_settle_seconds(target.query))
+        seconds = _settle_seconds(target.query)
+        if self.fleet is None:
+            report = await health_report(service, settle_seconds=seconds)
+        else:
+            report = await self.fleet.health(service, seconds)
         return (200 if report["state"] == "healthy" else 503), report
 
     async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
-        return 200, status_report(self._need_service())
+        return 200, self._report(self._need_service())
 
     async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         service = self._need_service()
@@ -103,13 +113,18 @@ class InternalRoutes:
             raise errors.OperatorRequest('send {"reason": "why"}')
         service.recorder.close_latch("operator", detail=reason)
         await service.recorder.latch_durable()
-        return 200, status_report(service)
+        return 200, self._report(service)
+
+    def _report(self, service: Service) -> dict[str, Any]:
+        return status_report(service) if self.fleet is None else self.fleet.status(service)
 
     async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         service = self._need_service()
         wanted = parse_checkpoint(await self._operator_json(request))
         seconds = _settle_seconds(target.query, SETTLE_SECONDS)
-        accepted, answer = await take_checkpoint(service, wanted, settle_seconds=seconds)
+        accepted, answer = await take_checkpoint(
+            service, wanted, settle_seconds=seconds, fleet=self.fleet
+        )
         return (201 if accepted else 409), answer
 
     async def _operator_json(self, request: EdgeRequest) -> Any:

@@ -21,7 +21,6 @@ from smartsearch_sidecar.ledger.queries import readable_query
 from smartsearch_sidecar.ledger.sentences import printable
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
 from smartsearch_sidecar.recorder import sayable
-from smartsearch_sidecar.status import status_report
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.exposition import Sources, exposition, quotas
 from smartsearch_sidecar.web.history import COLUMNS, TICK_SECONDS, History, Snapshot
@@ -143,7 +142,7 @@ class OperatorRoutes:
         found = zip(quotas(service), self._history.rates(), strict=True)
         return {
             "at": time.time(),
-            "status": status_report(service),
+            "status": sources.status(),
             "failure": None
             if cause is None
             else {

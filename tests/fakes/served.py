@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from smartsearch_sidecar.cluster.own import Connect
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.daemon import Daemon
 from smartsearch_sidecar.ledger.file import Disk
@@ -110,6 +111,7 @@ async def served(
     disk: Disk | None = None,
     config: Config | None = None,
     resume: bool = False,
+    connect: Connect | None = None,
     **keys: Any,
 ) -> AsyncIterator[Served]:
     """Serves a run in ``directory`` until the block ends (or the test stops it)."""
@@ -120,6 +122,7 @@ async def served(
         disk=disk,
         provider=chosen,
         resume=resume,
+        connect=connect,
         on_ready=lambda endpoints, service: ready.set_result((endpoints, service)),
     )
     task = asyncio.create_task(daemon.run())
