@@ -146,7 +146,7 @@ def verify(settings: Settings) -> Scenario:
 
 def build(settings: Settings) -> Scenario:
     """By the command, in a process of its own, each into a new folder."""
-    small, large = settings.passages // 3, settings.passages
+    small, large = settings.passages // 5, settings.passages
     digests: dict[str, set[str]] = {}
     cases = tuple(
         Case(f"{count:,} passages", partial(_build, settings, count, digests))

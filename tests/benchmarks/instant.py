@@ -16,9 +16,6 @@ from typing import Any
 
 import uvloop
 
-from smartsearch_sidecar import logs
-from smartsearch_sidecar.config import load
-from smartsearch_sidecar.daemon import Daemon
 from tests.fakes.provider import FakeProvider
 
 DOCUMENTS: Sequence[Mapping[str, Any]] = [
@@ -38,6 +35,10 @@ class Instant(FakeProvider):
 
 async def serve(config: Path, directory: Path, seconds: float) -> int:
     """Serves until SIGTERM."""
+    from smartsearch_sidecar import logs
+    from smartsearch_sidecar.config import load
+    from smartsearch_sidecar.daemon import Daemon
+
     loaded = load(config, overrides={"run.directory": str(directory)})
     daemon = Daemon(loaded, provider=Instant(seconds=seconds))
     logs.configure(daemon.secrets, pretty=False)

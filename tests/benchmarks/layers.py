@@ -26,7 +26,7 @@ from smartsearch_sidecar.web.edge import EdgeRequest, EdgeServer, Reply, listen,
 from smartsearch_sidecar.web.edge import serve as serve_edge
 from smartsearch_sidecar.web.routes import Capabilities, declared_length, require_json
 from tests.benchmarks.instant import Instant
-from tests.fakes.served import ENVIRONMENT, EXECUTE_CAPABILITY, INTERNAL_CAPABILITY
+from tests.fakes.served import ENVIRONMENT, INTERNAL_CAPABILITY
 
 BARE, EDGE, PARSE, ADMISSION, SEARCH, RECORDS, CHAIN, WRITE, HAND_OVER, SYNC = range(10)
 
@@ -63,10 +63,10 @@ class Observer:
 class Stack:
     """The layers up to ``number``."""
 
-    def __init__(self, number: int, payload: bytes, folder: Path) -> None:
+    def __init__(self, number: int, capability: str, payload: bytes, folder: Path) -> None:
         self._number = number
         self._payload = payload
-        self._capabilities = Capabilities(EXECUTE_CAPABILITY, INTERNAL_CAPABILITY)
+        self._capabilities = Capabilities(capability, INTERNAL_CAPABILITY)
         self._rules = ExecuteRules(ENVIRONMENT, frozenset())
         self._slots = Slots(8, 512)
         self._state = RunState(max_calls=10**9)
@@ -148,9 +148,11 @@ def _data(call: ExecuteCall) -> dict[str, str]:
     return {"env": call.env, "call": call.call}
 
 
-async def serve(number: int, payload: bytes, folder: Path) -> tuple[asyncio.Server, int]:
+async def serve(
+    number: int, capability: str, payload: bytes, folder: Path
+) -> tuple[asyncio.Server, int]:
     """Serves the layers up to ``number`` on a free port."""
-    stack = Stack(number, payload, folder)
+    stack = Stack(number, capability, payload, folder)
     await stack.open()
     server: EdgeServer = serve_edge(
         stack.handle,

@@ -26,14 +26,12 @@ import uvloop
 from aiohttp import web
 
 from smartsearch_sidecar.contract import render_execute
-from smartsearch_sidecar.retrieval.bm25 import verify_and_open
-from tests.benchmarks import layers
 from tests.benchmarks.instant import DOCUMENTS
-from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256
-from tests.fakes.retriever import FakeRetriever
-from tests.fakes.served import EXECUTE_CAPABILITY
 
+# Each kind imports what it needs and no more: a peer's memory and start are looked at, too.
+
+EXECUTE_CAPABILITY = "execute-capability-for-benchmarks-0123456789"
 BACKLOG = 4096
 
 
@@ -76,14 +74,19 @@ class Retriever:
 
     def __init__(self, seconds: float, index: str | None) -> None:
         self._seconds = seconds
-        self._index = None if index is None else verify_and_open(index)
+        self._index: Any = None
+        if index is not None:
+            from smartsearch_sidecar.retrieval.bm25 import verify_and_open
+
+            self._index = verify_and_open(index)
 
     def fingerprint(self) -> dict[str, str]:
         return {"corpus_sha256": CORPUS_SHA256, "index_sha256": INDEX_SHA256}
 
     def search(self, query: str, top_n: int = 5) -> list[dict[str, Any]]:
         if self._index is not None:
-            return self._index.search(query, top_n)
+            found: list[dict[str, Any]] = self._index.search(query, top_n)
+            return found
         time.sleep(self._seconds)
         return [dict(item) for item in DOCUMENTS]
 
@@ -102,6 +105,8 @@ def reference(ready: Path, seconds: float, index: str | None) -> None:
 
 
 async def retriever(ready: Path, seconds: float) -> None:
+    from tests.fakes.retriever import FakeRetriever
+
     async with FakeRetriever(latency=seconds) as behind:
         say(ready, behind.url)
         await ended()
@@ -110,13 +115,17 @@ async def retriever(ready: Path, seconds: float) -> None:
 
 
 async def helper(ready: Path, seconds: float) -> None:
+    from tests.fakes.helper import FakeHelper
+
     async with FakeHelper(latency=seconds) as behind:
         say(ready, behind.url)
         await ended()
 
 
 async def layer(ready: Path, number: int) -> None:
-    server, port = await layers.serve(number, constant(), Path.cwd())
+    from tests.benchmarks import layers
+
+    server, port = await layers.serve(number, EXECUTE_CAPABILITY, constant(), Path.cwd())
     say(ready, f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}/execute")
     await ended()
     server.close()
