@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -16,6 +17,7 @@ from smartsearch_sidecar.contract import render_execute
 from smartsearch_sidecar.retrieval.guard import Guard, canonical_digest
 from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from tests.fakes.provider import FakeProvider
+from tests.web.rawclient import until
 
 FAR = 1e9
 
@@ -159,31 +161,115 @@ async def test_provider_exceptions_become_provider_faults(fault: Exception) -> N
     assert (caught.value.code, caught.value.cause) == ("retrieval_failed", "retrieval_failed")
 
 
-async def test_transport_faults_are_retried_within_bounds() -> None:
-    """Only transport faults are tried again, and only as often as the profile says."""
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """A loop on which nobody waits: where it would sleep, its clock jumps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = 0.0
+        selector: Any = vars(self)["_selector"]
+        look = selector.select
+
+        def select(timeout: float | None = None) -> Any:
+            ready = look(0)
+            if not ready and timeout:
+                self.clock += timeout
+            return ready
+
+        selector.select = select
+
+    def time(self) -> float:
+        return self.clock
+
+
+class Timed(FakeProvider):
+    """Notes when it is asked; each search that fails takes ``lasts`` seconds."""
+
+    def __init__(self, fault: Exception, faults_left: int, lasts: float = 0.0) -> None:
+        super().__init__(seconds=lasts)
+        self.fault, self.faults_left = fault, faults_left
+        self.asked: list[float] = []
+
+    async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
+        self.asked.append(round(asyncio.get_running_loop().time(), 3))
+        return await super().search(query, top_n)
+
+
+def tries(provider: Timed, *, retries: int, deadline: float = FAR) -> tuple[list[float], float]:
+    """When ``provider`` was asked, and when the search ended; raises what it raised."""
+
+    async def search() -> float:
+        guard = await guarded(provider, retries=retries)
+        assert (await guard.search("q", deadline)).documents()
+        return round(asyncio.get_running_loop().time(), 3)
+
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        return provider.asked, runner.run(search())
+
+
+RESET = errors.ProviderTransport("reset")
+
+
+def test_transport_faults_are_tried_again_after_growing_pauses() -> None:
+    """A retriever that restarts gets a moment, then a longer one, up to the pause that is most."""
+    asked, ended = tries(Timed(RESET, 5), retries=10)
+    assert asked == [0.0, 0.25, 1.25, 3.25, 5.25, 7.25]
+    assert ended == 7.25
+
+
+def test_no_more_tries_than_the_profile_says() -> None:
+    """The last fault is raised at once, and a search without retries is tried once."""
+    assert tries(Timed(RESET, 2), retries=2)[0] == [0.0, 0.25, 1.25]
+    for retries in (0, 2):
+        provider = Timed(RESET, 3)
+        with pytest.raises(errors.ProviderTransport):
+            tries(provider, retries=retries)
+        assert provider.asked == [0.0, 0.25, 1.25][: retries + 1]
+
+
+def test_only_transport_faults_are_tried_again() -> None:
+    """What a provider did answer, or did itself, it would answer or do again."""
+    for fault in (ValueError("no"), errors.ProviderFault("status 500")):
+        provider = Timed(fault, 1)
+        with pytest.raises(errors.ProviderFault):
+            tries(provider, retries=2)
+        assert provider.asked == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("lasts", "deadline", "asked"),
+    [
+        (0.0, -1.0, [0.0]),
+        (0.0, 0.25, [0.0]),
+        (0.0, 0.26, [0.0, 0.25]),
+        (0.0, 1.25, [0.0, 0.25]),
+        (8.0, 9.0, [0.0]),
+        (4.0, 9.0, [0.0, 4.25]),
+        (5.0, 9.0, [0.0]),
+    ],
+)
+def test_no_try_that_the_deadline_would_cut(
+    lasts: float, deadline: float, asked: list[float]
+) -> None:
+    """Neither a pause nor a try as long as the last one may pass it: the fault is named in time,
+    and is the provider's own, not the deadline.
+    """
+    provider = Timed(RESET, 9, lasts)
+    with pytest.raises(errors.ProviderTransport, match="reset"):
+        tries(provider, retries=2, deadline=deadline)
+    assert provider.asked == asked
+
+
+async def test_cancelled_in_the_pause_it_asks_nothing_more() -> None:
+    """Nobody waits for a search that is cancelled between two tries."""
     provider = FakeProvider()
-    provider.fault, provider.faults_left = errors.ProviderTransport("reset"), 2
+    provider.fault = RESET
     guard = await guarded(provider, retries=2)
-    assert (await guard.search("q", FAR)).documents()
-    assert len(provider.queries) == 3
-    provider.queries.clear()
-    provider.faults_left = 3
-    with pytest.raises(errors.ProviderTransport):
-        await guard.search("q", FAR)
-    assert len(provider.queries) == 3
-    provider.queries.clear()
-    provider.fault, provider.faults_left = ValueError("no"), 1
-    with pytest.raises(errors.ProviderFault):
-        await guard.search("q", FAR)
-    assert len(provider.queries) == 1
-
-
-async def test_no_retry_after_the_deadline() -> None:
-    """A transport fault past the deadline is final."""
-    provider = FakeProvider()
-    provider.fault = errors.ProviderTransport("reset")
-    with pytest.raises(errors.ProviderTransport):
-        await (await guarded(provider, retries=2)).search("q", -1.0)
+    search = asyncio.create_task(guard.search("q", asyncio.get_running_loop().time() + FAR))
+    await until(lambda: bool(provider.queries) and not provider.under_way)
+    search.cancel()
+    await asyncio.wait([search])
+    assert search.cancelled()
     assert len(provider.queries) == 1
 
 

@@ -13,11 +13,18 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.passages import Found, Passage, found_of, read_passage
 from smartsearch_sidecar.retrieval.provider import Provider
+
+RETRY_SECONDS: Final = 0.25
+"""The pause before the first further try: a retriever that is being restarted refuses connections
+for about a second, so a try at once would meet the same."""
+RETRY_GROWTH: Final = 4
+RETRY_SECONDS_MAX: Final = 2.0
+"""Of one pause: 0.25 s, 1 s, then 2 s each; a deadline holds few more."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -113,11 +120,16 @@ class Guard:
 
     async def _ask(self, query: str, deadline: float, top_n: int) -> Any:
         loop = asyncio.get_running_loop()
+        pause = RETRY_SECONDS
         for tries_left in range(self._retries, -1, -1):
+            began = loop.time()
             try:
                 return await self.provider.search(query, top_n)
             except errors.ProviderTransport:
-                if not tries_left or loop.time() >= deadline:
+                # A try that could not last as long as this one did is not made: of a retriever that
+                # hangs, the deadline would say less than its own fault does.
+                took = loop.time() - began
+                if not tries_left or loop.time() + pause + took >= deadline:
                     raise
             except errors.SidecarError:
                 raise
@@ -125,6 +137,8 @@ class Guard:
                 raise errors.ProviderFault(
                     f"the provider failed during a search ({type(exc).__name__})"
                 ) from exc
+            await asyncio.sleep(pause)
+            pause = min(pause * RETRY_GROWTH, RETRY_SECONDS_MAX)
         raise errors.InvariantBroken("a search ended without an answer or an error")
 
     def _found(self, documents: Any, top_n: int) -> Found:
