@@ -28,6 +28,7 @@ from smartsearch_sidecar.contract import (
     render_execute,
     result_of,
 )
+from smartsearch_sidecar.deadlines import within
 from smartsearch_sidecar.ledger.record import Draft, Kind
 from smartsearch_sidecar.recorder import Recorder, sayable
 from smartsearch_sidecar.retrieval.cache import Retrieval
@@ -178,8 +179,7 @@ class Service:
         """Asks for admission, and then the provider who it is: the last step before a number."""
         self.state.admit_search()
         try:
-            async with asyncio.timeout_at(deadline):
-                await self.retrieval.guard.check_identity()
+            await within(deadline, self.retrieval.guard.check_identity())
         except TimeoutError:
             raise errors.DeadlinePassed(
                 "the provider had not said what it serves at the deadline"

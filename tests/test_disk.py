@@ -131,7 +131,10 @@ async def test_a_hand_works_in_order_and_off_the_loop() -> None:
     hand = Hand()
     done: list[tuple[int, bool]] = []
     loops = threading.get_ident()
-    work = lambda n: done.append((n, threading.get_ident() == loops))  # noqa: E731
+
+    def work(n: int) -> None:
+        done.append((n, threading.get_ident() == loops))
+
     try:
         await asyncio.gather(*(hand.give(work, n) for n in range(50)))
     finally:

@@ -26,9 +26,11 @@ BATCH_RECORDS_MAX = 512
 # A record nobody waits for (`retrieval.requested`) is written with the next answer's, or after so
 # long: a search that takes longer finds it on the disk, a quick one saves a trip to the thread.
 UNAWAITED_SECONDS = 0.001
-# A sync costs the same for one record as for many, and the loop is still handing over what its
-# clients sent together: a batch waits while it grows, at most so many turns of the loop.
-GATHERING_TURNS = 8
+# A sync costs the same for one record as for many, and a request takes some turns of the loop from
+# its arrival to its record: a batch is written once so many turns brought nothing more (on a loop
+# with nothing else to do, some 10 us), and after so many in all.
+QUIET_TURNS = 4
+GATHERING_TURNS_MAX = 32
 # Admission bounds the queue far below; reaching this is a fault of ours.
 QUEUE_RECORDS_MAX = 65_536
 
@@ -214,9 +216,10 @@ class Writer:
 
     async def _gather(self) -> None:
         """Lets a batch grow while it does, as long as that is a moment."""
-        seen = 0
-        for _ in range(GATHERING_TURNS):
-            if not seen < len(self._queue) < BATCH_RECORDS_MAX:
+        seen = quiet = 0
+        for _ in range(GATHERING_TURNS_MAX):
+            quiet = quiet + 1 if len(self._queue) == seen else 0
+            if quiet == QUIET_TURNS or len(self._queue) >= BATCH_RECORDS_MAX:
                 break
             seen = len(self._queue)
             await asyncio.sleep(0)
