@@ -97,6 +97,11 @@ async def called(tool: Any, arguments: Any) -> str:
     return str(response.text)
 
 
+def begun(tool: Any) -> list[dict[str, Any]]:
+    """What verl shows the policy of a new trajectory, read as its agent loop reads it."""
+    return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)]
+
+
 def joined(query: str) -> str:
     return "\n\n".join(document["contents"] for document in documents_for(query))
 
@@ -196,7 +201,7 @@ async def expect_raised(tool: Any, words: str) -> None:
             assert capability not in str(caught.value)
 
 
-async def test_a_failed_search_fails_the_step(
+async def test_a_failed_search_fails_its_trajectory(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sidecar's error becomes no tool message: it is raised, by a tool made later as well."""
@@ -207,6 +212,26 @@ async def test_a_failed_search_fails_the_step(
         provider.fault = None
         await expect_raised(module.SidecarSearch({}), "retrieval_failed")
         assert run.service.state.attempts == 1  # refused here: the second never left
+
+
+async def test_no_trajectory_begins_after_a_failure(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl drops a trajectory that fails and goes on with the others: without this it would go on
+    with those that never search.
+    """
+    async with beside(tmp_path, monkeypatch) as run:
+        tools = [module.SidecarSearch({}), module.SidecarSearch({})]
+        assert [schema["function"]["name"] for schema in begun(tools[0])] == ["wikipedia_search"]
+        assert await called(tools[0], {"query": "Ada"}) == joined("Ada")
+        await run.internal("POST", "/latch", {"reason": "by hand"})
+        assert begun(tools[0])  # this process has not met it yet
+        with pytest.raises(RuntimeError):
+            await called(tools[0], {"query": "Bob"})
+        for tool in (*tools, module.SidecarSearch({})):
+            with pytest.raises(RuntimeError, match=r"failed before: .*retrieval_failed") as caught:
+                begun(tool)
+            assert type(caught.value) is RuntimeError
 
 
 async def test_the_first_failure_is_the_last(

@@ -13,10 +13,18 @@ with ``actor_rollout_ref.rollout.multi_turn.tool_config_path=.../tools.yaml``,
 of five passages: verl's default cuts every answer to 256 characters.
 
 verl's agent loop makes a tool message of whatever ``execute`` raises, and trains on it. What
-``release`` raises it lets through, and the step fails. So a failure is raised from both, which is
-why this is a tool with a life cycle: verl's function tools have none. After the first failure of a
-process every call is refused, and the sidecar is asked to close its latch. What is raised is a
+``release`` raises it lets through, and the trajectory fails. So a failure is raised from both,
+which is why this is a tool with a life cycle: verl's function tools have none. What is raised is a
 plain ``RuntimeError``: Ray can carry it to the driver.
+
+What a failed trajectory does to the run is verl's to say. Its older trainer ends the step. Its
+current one (``trainer.use_v1``, the default) leaves it out, trains on what else the step has, and
+ends only where a step has nothing; by itself it would go on with rollouts that never search. So
+after the first failure of a process every call is refused, the sidecar is asked to close its latch,
+which fails the searches of all other processes, and no further trajectory begins: ``tool_schema``
+raises, which verl reads before each. Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off
+(the asynchronous modes ask for other prompts in any case, and stand still), and ask the gate before
+a checkpoint is accepted.
 
 What the policy gets wrong is no failure. An empty query, or arguments that hold none, goes to the
 sidecar like any other and comes back as ``invalid query``, recorded.
@@ -114,12 +122,20 @@ class SidecarSearch:
     def __init__(self, config: dict[str, Any], tool_schema: Any = None) -> None:
         schemas = importlib.import_module("verl.tools.schemas")
         self.config = config
-        self.tool_schema = tool_schema or schemas.OpenAIFunctionToolSchema.model_validate(SCHEMA)
-        self.name: str = self.tool_schema.function.name
+        self._schema = tool_schema or schemas.OpenAIFunctionToolSchema.model_validate(SCHEMA)
+        self.name: str = self._schema.function.name
         self._response = schemas.ToolResponse
         self._endpoints = config.get("endpoints")
         self._timeout = float(config.get("timeout_seconds", TIMEOUT_SECONDS))
         self._environment = str(config.get("environment", ENVIRONMENT))
+
+    @property
+    def tool_schema(self) -> Any:
+        """What the policy is shown. verl reads it where a trajectory begins: once this process has
+        failed none does, the one that would never have searched included.
+        """
+        _PROCESS.refuse()
+        return self._schema
 
     def get_openai_tool_schema(self) -> Any:
         """What the policy is shown."""
