@@ -37,6 +37,8 @@ class Gate:
         node = self._node
         end = node.now() + settle_seconds
         while True:
+            if node.own.state.closed:
+                return self.present()  # nobody's answer would change it
             left = max(0.0, end - node.now())
             _, answered = await asyncio.gather(node.own.settle(left), self._ask_states(left))
             answered.add(node.name)
@@ -59,19 +61,18 @@ class Gate:
         if stream is None:
             raise errors.InvariantBroken("answers are looked for, and nobody reads them")
         until = min(deadline, node.now() + PATIENCE_SECONDS)
+        live = self._live()
+        question = {"by": node.instance, "answers": True}
+        heard = await self._ask(question, len(live), until - node.now())
+        told = {read_canonical(answer, "an answer")["instance"] for answer in heard}
+        silent = sorted(name for name, instance in live.items() if instance not in told)
+        if silent:
+            raise errors.ClusterUnreachable(
+                f"node {', '.join(silent)} did not publish what it answered: whether a block is an "
+                "answer of this run cannot be said"
+            )
         try:
             async with asyncio.timeout_at(until):
-                live = self._live()
-                heard = await self._ask(
-                    {"by": node.instance, "answers": True}, len(live), until - node.now()
-                )
-                told = {read_canonical(answer, "an answer")["instance"] for answer in heard}
-                silent = sorted(name for name, instance in live.items() if instance not in told)
-                if silent:
-                    raise errors.ClusterUnreachable(
-                        f"node {', '.join(silent)} did not publish what it answered: whether a "
-                        "block is an answer of this run cannot be said"
-                    )
                 await stream.read_up()
         except TimeoutError:
             raise errors.ClusterUnreachable(

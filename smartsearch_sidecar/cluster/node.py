@@ -32,7 +32,7 @@ STATE: Final = "state"
 CLAIM: Final = "claim"
 RETRY_SECONDS: Final = 0.1
 TICKS: Final = 2  # looks at the clock a beat
-END_SECONDS: Final = 3.0  # what leaving may take in all
+END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
 
 
 class Node:
@@ -250,7 +250,7 @@ class Node:
         """
         self._ended = True
         try:
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(END_SHARE * self.cluster.lost_seconds):
                 if self._telling is not None and self.own.state.closed:
                     await self._telling
                 if self.answers is not None:
@@ -264,7 +264,7 @@ class Node:
     async def withdraw(self) -> None:
         """Gives the name back where the run was not begun after all; then closes. Best effort."""
         try:
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(END_SHARE * self.cluster.lost_seconds):
                 if self.instance:
                     await withdraw(self.bus, self.name, self.instance)
         except (TimeoutError, errors.ClusterUnreachable, errors.ClusterUnreadable) as exc:
