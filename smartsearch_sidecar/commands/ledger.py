@@ -19,7 +19,12 @@ from rich.console import Console
 from rich.text import Text
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.commands.ledger_words import replayed_json, replayed_words, report
+from smartsearch_sidecar.commands.ledger_words import (
+    replayed_json,
+    replayed_words,
+    reports,
+    verified_json,
+)
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.ledger.disk import CLAIM
@@ -71,7 +76,12 @@ def _no_history() -> Iterator[None]:
 
 @app.command()
 def verify(
-    run: RunDir,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="The run's directory; of a run of many nodes, each node's.", metavar="RUN..."
+        ),
+    ],
     receipt: Annotated[
         Path | None,
         typer.Option("--receipt", help="A checkpoint's receipt: is it of this very history?"),
@@ -84,18 +94,23 @@ def verify(
 ) -> None:
     """Check every record's sum, the chain, the counts, the latch: exit 0 whole, 1 not.
 
+    The receipt of a run of many nodes holds where every node's directory is given with it.
     A run that is being served may be verified; only then may its last line be incomplete.
     """
     given = None if receipt is None else CheckpointReceipt.parse(_receipt(receipt))
-    with verification("verifying the ledger") as progress:
-        found = verify_run(run, receipt=given, documents=documents, progress=progress)
+    all_found = []
+    for run in runs:
+        with verification("verifying the ledger") as progress:
+            found = verify_run(run, receipt=given, documents=documents, progress=progress)
+        all_found.append(found)
+    missing = [] if given is None else given.missing({found.claim_sha256 for found in all_found})
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2, sort_keys=True))
+        typer.echo(json.dumps(verified_json(all_found, missing), indent=2, sort_keys=True))
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for line in report(found, given):
+        for line in reports(all_found, given, missing):
             console.print(line)
-    raise typer.Exit(0 if found.ok else 1)
+    raise typer.Exit(0 if all(found.ok for found in all_found) and not missing else 1)
 
 
 def _receipt(path: Path) -> bytes:

@@ -13,6 +13,36 @@ from smartsearch_sidecar.ledger.sentences import printable
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
 
 
+def verified_json(all_found: list[Verification], missing: list[str]) -> dict[str, Any]:
+    """The JSON value of a verification: of one directory its own, of several one for each.
+
+    ``missing`` are the nodes a receipt names whose directory was not given.
+    """
+    if len(all_found) == 1 and not missing:
+        return all_found[0].as_json()
+    return {
+        "ok": all(found.ok for found in all_found) and not missing,
+        "missing_nodes": missing,
+        "runs": [{"directory": str(one.directory), **one.as_json()} for one in all_found],
+    }
+
+
+def reports(
+    all_found: list[Verification], receipt: CheckpointReceipt | None, missing: list[str]
+) -> Iterator[Text]:
+    """Every directory's report, and what is missing of a receipt's nodes."""
+    for found in all_found:
+        if len(all_found) > 1:
+            yield Text(printable(str(found.directory)), style="bold")
+        yield from report(found, receipt)
+    if missing:
+        yield Text("not proven: ", style="bold red").append(
+            f"the receipt names {len(missing)} more: give the run directory of node "
+            + printable(", ".join(missing), 500),
+            style="default",
+        )
+
+
 def report(found: Verification, receipt: CheckpointReceipt | None) -> Iterator[Text]:
     """A verification, line by line; everything that was read is printable."""
     if found.problem is None:
@@ -45,7 +75,8 @@ def report(found: Verification, receipt: CheckpointReceipt | None) -> Iterator[T
         yield _row("checkpoint", f"step {printable(str(step))}, record {seq:,}")
     if receipt is not None:
         if found.receipt_problem is None:
-            yield _row("receipt", f"is of this history: record {receipt.seq:,}", "green")
+            seq = receipt.place(found.claim_sha256).seq
+            yield _row("receipt", f"is of this history: record {seq:,}", "green")
         else:
             yield _row("receipt", printable(found.receipt_problem, 500), "bold red")
     for note in found.notes:

@@ -10,7 +10,6 @@ A run that is being served may be verified: its last line may still be under way
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,45 +21,13 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import CLAIM, LATCH
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Problem, Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.record import Kind, Line
+from smartsearch_sidecar.ledger.receipts import CheckpointReceipt, hold
+from smartsearch_sidecar.ledger.record import Kind, Line, claim_digest
 from smartsearch_sidecar.ledger.recovery import Action, Ending, Verdict, judge, read_latch
 from smartsearch_sidecar.ledger.reopen import observe
 from smartsearch_sidecar.runstate import RunState
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-# What the receipt of a checkpoint and its record both say.
-_RECEIPT_KEYS = ("step", "path", "manifest_sha256", "occurrence", "usage")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointReceipt:
-    """The receipt of ``POST /checkpoints``, as far as it can be held against a journal."""
-
-    claim_sha256: str
-    seq: int
-    head: str
-    value: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, raw: bytes) -> CheckpointReceipt:
-        """Reads a receipt. Raises ``UsageError`` for anything else."""
-        try:
-            value = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            raise errors.UsageError(
-                "the receipt is not JSON: keep the body of /checkpoints"
-            ) from None
-        if type(value) is not dict:
-            raise errors.UsageError("the receipt is not an object: keep the body of /checkpoints")
-        claim, seq, head = (value.get(key) for key in ("claim_sha256", "seq", "head"))
-        for name, digest in (("claim_sha256", claim), ("head", head)):
-            if type(digest) is not str or not _SHA256.fullmatch(digest):
-                raise errors.UsageError(
-                    f"the receipt names no {name}: keep the body of /checkpoints"
-                )
-        if type(seq) is not int or seq < 1:
-            raise errors.UsageError("the receipt names no seq: keep the body of /checkpoints")
-        return cls(str(claim), seq, str(head), value)
+__all__ = ["CheckpointReceipt", "Verification", "describe_previous", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +107,17 @@ def verify(
     history = History(claim, documents=documents)
     scan = Scan(reader, history, progress=progress)
     at_receipt: Line | None = None
+    healthy = False
+    asked = 0
+    if receipt is not None:
+        asked = receipt.place(None if claim is None else claim_digest(claim)).seq
     checkpoint: dict[str, Any] | None = None
     for line in scan:
         if line.record.kind == Kind.CHECKPOINT_ACCEPTED:
             checkpoint = _checkpoint(line)
-        if receipt is not None and line.seq == receipt.seq:
+        if line.seq == asked:
             at_receipt = line
+            healthy = history.state.settled and not history.state.closed
     verdict = judge(observe(scan, latch, served=served))
     problem = scan.problem
     if problem is None and verdict.action is Action.REFUSE:
@@ -159,7 +131,9 @@ def verify(
     return Verification(
         directory=directory,
         problem=problem,
-        receipt_problem=None if receipt is None else _hold(receipt, at_receipt, history),
+        receipt_problem=None
+        if receipt is None
+        else hold(receipt, at_receipt, history, healthy=healthy),
         notes=() if live else tuple(_notes(scan, latch, verdict, served=served)),
         live=live,
         ending=verdict.ending,
@@ -207,27 +181,6 @@ def _checkpoint(line: Line) -> dict[str, Any]:
         "head": line.sum,
         "at": line.at,
     }
-
-
-def _hold(receipt: CheckpointReceipt, line: Line | None, history: History) -> str | None:
-    """Why a receipt is not of this history, or ``None`` where it is."""
-    if receipt.claim_sha256 != history.claim_sha256:
-        return "the receipt is of another run: it names another claim.json"
-    if line is None:
-        return (
-            f"the receipt names record {receipt.seq}, and this history ends at {history.seq}: its "
-            "end is missing"
-        )
-    if line.sum != receipt.head:
-        return f"the receipt is of another history: record {receipt.seq} has another sum"
-    if line.record.kind != Kind.CHECKPOINT_ACCEPTED:
-        return f"record {receipt.seq} accepts no checkpoint: it is {line.record.kind}"
-    value, data = receipt.value, line.record.data
-    stated = {**data, "number": line.record.number}
-    for key in ("number", *_RECEIPT_KEYS):
-        if key in value and value[key] != stated.get(key):
-            return f"the receipt says another {key} than record {receipt.seq}"
-    return None
 
 
 def describe_previous(directory: Path, *, progress: Progress | None = None) -> dict[str, Any]:
