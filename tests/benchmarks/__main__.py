@@ -41,7 +41,7 @@ SCENARIOS: dict[str, Callable[[Settings], Scenario]] = {
 }
 APART = {"profile"}  # asked for by name
 QUICK_CLIENTS = (1, 8, 32)
-WIDTH = 150
+WIDTH = 170
 
 
 def parser() -> argparse.ArgumentParser:

@@ -83,6 +83,7 @@ def growth(settings: Settings) -> Scenario:
     """Latency, memory and journal as the history grows."""
     history = History(settings)
     steps = QUICK_STEPS if settings.quick else [one for one in STEPS if one <= settings.growth]
+    steps = steps or [settings.growth]
     cases = tuple(Case(f"{step:,} requests", partial(history.to, step)) for step in steps)
     names = [case.name for case in cases]
     return Scenario(

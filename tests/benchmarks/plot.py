@@ -30,12 +30,14 @@ def svg(outcomes: Sequence[Outcome]) -> str:
         "<title>Throughput and p99 latency by clients</title>",
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
+    names = dict.fromkeys(case.series for one in shown for case in one.scenario.cases)
+    styles = {name: number % len(COLOURS) for number, name in enumerate(filter(None, names))}
     for row, outcome in enumerate(shown):
         for column, (metric, label) in enumerate(PANELS):
             lines = _series(outcome, metric)
             title = f"{outcome.scenario.name}: {label}"
             parts.append(f'<g transform="translate({column * WIDTH},{row * HEIGHT})">')
-            parts += _panel(title, lines)
+            parts += _panel(title, lines, styles)
             parts.append("</g>")
     return "\n".join([*parts, "</svg>", ""])
 
@@ -50,7 +52,7 @@ def _series(outcome: Outcome, metric: str) -> dict[str, list[Point]]:
     return {name: sorted(points) for name, points in lines.items()}
 
 
-def _panel(title: str, lines: dict[str, list[Point]]) -> list[str]:
+def _panel(title: str, lines: dict[str, list[Point]], styles: dict[str, int]) -> list[str]:
     parts = [f'<text x="{LEFT}" y="18" font-weight="bold">{escape(title)}</text>']
     points = [point for line in lines.values() for point in line]
     if not points:
@@ -77,8 +79,9 @@ def _panel(title: str, lines: dict[str, list[Point]]) -> list[str]:
         f'<text x="{x(count):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{count:g}</text>'
         for count in clients
     ]
+    parts.append(f'<text x="6" y="{HEIGHT - BOTTOM + 15}">clients</text>')
     for number, (name, line) in enumerate(lines.items()):
-        style = number % len(COLOURS)
+        style = styles[name]
         parts += _line(line, x, y, COLOURS[style], SIGNS[style])
         parts.append(
             f'<text x="{LEFT + 10 + 115 * (number % 3)}" y="{TOP + 10 + 13 * (number // 3)}" '

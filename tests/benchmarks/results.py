@@ -152,7 +152,7 @@ def spread(values: Sequence[float], form: str) -> str:
         return "-"
     middle = format(statistics.median(values), form)
     low, high = format(min(values), form), format(max(values), form)
-    return middle if low == high else f"{middle} ({low} to {high})"
+    return middle if low == high else f"{middle} ({low}-{high})"
 
 
 def table(outcome: Outcome, *, markdown: bool = False) -> Table:
@@ -192,7 +192,7 @@ def goals_table(outcomes: Sequence[Outcome], *, markdown: bool = False) -> Table
         middle = statistics.median(values) if values else None
         met = None if middle is None else goal.met(middle)
         word = "" if met is None else "met" if met else "missed"
-        form = ".2f" if goal.against or (goal.least or goal.most or 9) < 9 else ",.0f"
+        form = ".2f" if goal.against else COLUMNS[goal.metric][1]
         times = " x" if goal.against else ""
         made.add_row(goal.what, spread(values, form) + times, goal.wanted(), word)
     return made
