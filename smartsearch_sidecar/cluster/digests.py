@@ -70,6 +70,7 @@ class Backlog:
         self._waiting: deque[bytes] = deque()
         self._oldest_at = 0.0
         self._under_way: list[bytes] = []
+        self._under_way_since = 0.0
         self.published = 0
         self.messages = 0
 
@@ -105,6 +106,7 @@ class Backlog:
         if self._under_way or not self._waiting:
             raise errors.InvariantBroken("there is no message of digests to publish")
         count = min(BATCH_MAX, len(self._waiting))
+        self._under_way_since = self._oldest_at
         self._under_way = [self._waiting.popleft() for _ in range(count)]
         return encode_batch(self._under_way)
 
@@ -119,6 +121,7 @@ class Backlog:
         """Nobody knows whether the stream has it: it goes out again, first."""
         self._require_under_way()
         self._waiting.extendleft(reversed(self._under_way))
+        self._oldest_at = self._under_way_since
         self._under_way = []
 
     def _require_under_way(self) -> None:

@@ -40,10 +40,8 @@ OUTPUT_TOKENS: Final = "output_tokens"
 BLOCKS_A_NODE: Final = 4
 """Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
 
-PAUSE_SECONDS_FIRST: Final = 0.004
-"""A round trip or two: who lost a race knows the new value after one."""
-PAUSE_SECONDS_MAX: Final = 1.0
-"""Under the deadline of a search, so a race lost often is still won in time."""
+PAUSE_SECONDS_FIRST: Final = 0.004  # a round trip or two: the new value is known after one
+PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost often is won in time
 
 Amounts = Mapping[str, int]
 """Resource to a number of it: searches, scores, calls or tokens."""
@@ -220,8 +218,7 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
     """How much of each resource is leased at once; every node of a run comes to the same.
 
     ``lease_block`` searches, scores or helper calls, and the most tokens so many calls may write;
-    less where a node's even share is not ``BLOCKS_A_NODE`` of them. Rewards are asked of one node
-    as a rule, so their even share is the whole.
+    less where an even share is not ``BLOCKS_A_NODE`` of them (of rewards: one node has them all).
     """
     found = {}
     for name, total in totals.items():
@@ -288,9 +285,8 @@ class Allowance:
     def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
         """What to lease now; empty for nothing.
 
-        ``needed`` is what somebody waits for. Beyond that, a resource that is in use here is leased
-        ahead once less than half a block of it is left. One that nobody asked of here is left to
-        the others.
+        ``needed`` is what somebody waits for. Beyond that, a resource in use here is leased ahead
+        once less than half a block is left; one that nobody asked of here is left to the others.
         """
         needed = needed or {}
         found: dict[str, int] = {}

@@ -1,0 +1,154 @@
+"""What nodes tell each other is read to the byte: one form, or a refusal by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.agreement import (
+    decode_identities,
+    differences,
+    encode_identities,
+    sentence,
+)
+from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
+from smartsearch_sidecar.cluster.digests import decode_batch, encode_batch
+from smartsearch_sidecar.cluster.lease import Leases, enrolled, leased
+from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, Word
+
+STATE = NodeState("ab12", 1, 27, Word.FAILED, True, True, {"x": 3, "y": 0}, 9, "cd", "deadline")
+LEASES, _ = leased(
+    enrolled(enrolled(Leases.begun({"searches": 99, "t": 7}, 2), "a"), "b"), "b", {"t": 5}
+)
+
+READERS: dict[str, tuple[bytes, Callable[[bytes], Any], Callable[[Any], bytes]]] = {
+    "state": (STATE.encode(), NodeState.decode, lambda value: bytes(value.encode())),
+    "registration": (
+        Registration("ab12").encode(),
+        Registration.decode,
+        lambda value: bytes(value.encode()),
+    ),
+    "leases": (LEASES.encode(), Leases.decode, lambda value: bytes(value.encode())),
+    "identities": (
+        encode_identities({"a": "b", "c": {"d": 1, "e": None}}),
+        decode_identities,
+        encode_identities,
+    ),
+    "digests": (encode_batch([b"0" * 16, b"1" * 16]), decode_batch, encode_batch),
+}
+
+
+def read_or_refused(name: str, data: bytes) -> None:
+    """Reads bytes as themselves, or refuses them as ``ClusterUnreadable`` and nothing else."""
+    _, decode, encode = READERS[name]
+    try:
+        value = decode(data)
+    except errors.ClusterUnreadable:
+        return
+    assert encode(value) == data
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_byte_counts(name: str) -> None:
+    """A value with one byte changed, lost or too many is another one, or none."""
+    whole = READERS[name][0]
+    read_or_refused(name, whole)
+    for at in range(len(whole)):
+        for byte in (*b' "0,-}{]', 0, 0xFF, whole[at] ^ 1, whole[at] ^ 0x20):
+            read_or_refused(name, whole[:at] + bytes([byte]) + whole[at + 1 :])
+        read_or_refused(name, whole[:at])
+        read_or_refused(name, whole[:at] + whole[at + 1 :])
+        read_or_refused(name, whole[:at] + whole[at : at + 1] + whole[at:])
+    read_or_refused(name, whole + b" ")
+    read_or_refused(name, whole + b"\n")
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(deadline=None)
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(name: str, data: bytes) -> None:
+    """Nothing a stranger writes under a key is anything but a refusal by name."""
+    read_or_refused(name, data)
+    read_or_refused(name, data + READERS[name][0])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=12,
+)
+OBJECTS = st.dictionaries(st.text(max_size=5), JSON, max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=JSON)
+def test_a_value_comes_back_as_itself(value: Any) -> None:
+    """Writing and reading are inverse, and the order of keys is of no account."""
+    data = canonical(value)
+    back = read_canonical(data, "the thing")
+    assert back == value
+    assert canonical(back) == data
+
+
+@settings(max_examples=60, deadline=None)
+@given(ours=OBJECTS, theirs=OBJECTS)
+def test_nothing_differs_exactly_where_the_bytes_agree(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """No difference of identities goes unnamed, and each is named alike from both sides."""
+    names = differences(ours, theirs)
+    assert names == differences(theirs, ours)
+    # A dot within a key can make two shapes look alike; identities' keys are words of ours.
+    if not any("." in key for key in _keys(ours) | _keys(theirs)):
+        assert (not names) == (canonical(ours) == canonical(theirs))
+    said = sentence("n", ours, theirs)
+    assert (said is None) == (not names)
+
+
+def _keys(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(_keys, value.values()))
+    return set().union(*map(_keys, value)) if isinstance(value, list) else set()
+
+
+@settings(deadline=None)
+@given(
+    counts=st.dictionaries(st.text(max_size=8), st.integers(0, 2**63), max_size=4),
+    word=st.sampled_from(Word),
+    numbers=st.tuples(*[st.integers(0, 2**63)] * 3),
+    texts=st.tuples(*[st.text(max_size=20)] * 3),
+    flags=st.tuples(st.booleans(), st.booleans()),
+)
+def test_a_state_comes_back_as_itself(
+    counts: dict[str, int],
+    word: Word,
+    numbers: tuple[int, ...],
+    texts: tuple[str, ...],
+    flags: tuple[bool, bool],
+) -> None:
+    """Whatever a node can say, the others read it as it was said."""
+    said = NodeState(
+        instance=texts[0],
+        restarts=numbers[0],
+        beat=numbers[1],
+        word=word,
+        ended=flags[0] and word is not Word.PENDING,
+        admitted=flags[1],
+        counts=counts,
+        seq=numbers[2],
+        head=texts[1],
+        cause=texts[2] if word is Word.FAILED else None,
+    )
+    assert NodeState.decode(said.encode()) == said
+
+
+@settings(deadline=None)
+@given(digests=st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=40))
+def test_digests_come_back_as_themselves(digests: list[bytes]) -> None:
+    """Order and repetitions included."""
+    assert decode_batch(encode_batch(digests)) == digests

@@ -1,0 +1,219 @@
+"""Digests of answers between nodes: the message, the backlog, and the wait for an unknown one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster import digests
+from smartsearch_sidecar.cluster.digests import (
+    BACKLOG_MAX,
+    BATCH_MAX,
+    BATCH_SECONDS,
+    Backlog,
+    Decision,
+    Search,
+    Watermark,
+    decode_batch,
+    encode_batch,
+    lacking,
+)
+from smartsearch_sidecar.reward.provenance import DIGEST_BYTES, block_digest
+
+
+def digest(number: int) -> bytes:
+    """One of many."""
+    return number.to_bytes(16, "big")
+
+
+# --- the message ----------------------------------------------------------------------------------
+
+
+def test_a_digest_is_what_provenance_makes() -> None:
+    """Both rooms, which may not know each other, mean the same 16 bytes."""
+    assert digests.DIGEST_BYTES == DIGEST_BYTES == len(block_digest("<result>x\n</result>"))
+
+
+def test_the_bytes_of_a_message_are_pinned() -> None:
+    """A mark of the format, then the digests end to end."""
+    assert encode_batch([digest(1), digest(2)]) == b"SSD1" + digest(1) + digest(2)
+
+
+def test_every_length_is_read_or_refused() -> None:
+    """A message is a whole number of digests, from one to the bound."""
+    whole = encode_batch(map(digest, range(3)))
+    for cut in range(len(whole) + 2):
+        data = (whole + b"x")[:cut]
+        if cut in (20, 36, 52):
+            assert encode_batch(decode_batch(data)) == data
+        else:
+            with pytest.raises(errors.ClusterUnreadable):
+                decode_batch(data)
+    most = encode_batch(map(digest, range(BATCH_MAX)))
+    assert len(decode_batch(most)) == BATCH_MAX
+    with pytest.raises(errors.ClusterUnreadable):
+        decode_batch(most + digest(0))
+
+
+def test_another_format_is_refused() -> None:
+    """A message of another version is not read as digests."""
+    with pytest.raises(errors.ClusterUnreadable):
+        decode_batch(b"SSD2" + digest(1))
+
+
+@pytest.mark.parametrize("parts", [[], [b"short"], [digest(0)] * (BATCH_MAX + 1)])
+def test_no_other_message_is_made(parts: list[bytes]) -> None:
+    """What could not be read is not written."""
+    with pytest.raises(errors.InvariantBroken):
+        encode_batch(parts)
+
+
+# --- publishing -----------------------------------------------------------------------------------
+
+
+def test_a_digest_waits_for_company_only_so_long() -> None:
+    """The first digest of a batch sets the time; those that follow go with it."""
+    backlog = Backlog()
+    assert backlog.due(0.0) is None
+    backlog.add(digest(1), 10.0)
+    backlog.add(digest(2), 10.015)
+    assert backlog.due(10.0) == pytest.approx(BATCH_SECONDS)
+    assert backlog.due(10.5) == 0.0
+    assert decode_batch(backlog.take()) == [digest(1), digest(2)]
+
+
+def test_a_full_batch_goes_at_once() -> None:
+    """Under load a message is as large as it may be, and goes without waiting."""
+    backlog = Backlog()
+    for number in range(BATCH_MAX + 1):
+        backlog.add(digest(number), 10.0)
+    assert backlog.due(10.0) == 0.0
+    assert len(decode_batch(backlog.take())) == BATCH_MAX
+    assert len(backlog) == BATCH_MAX + 1
+    backlog.kept()
+    assert len(backlog) == 1
+    assert backlog.published == BATCH_MAX
+    assert backlog.messages == 1
+
+
+def test_one_message_is_under_way() -> None:
+    """What comes meanwhile waits, and is due when the answer is there."""
+    backlog = Backlog()
+    backlog.add(digest(1), 10.0)
+    backlog.take()
+    backlog.add(digest(2), 10.01)
+    assert backlog.due(99.0) is None
+    with pytest.raises(errors.InvariantBroken):
+        backlog.take()
+    backlog.kept()
+    assert backlog.due(10.01) == pytest.approx(BATCH_SECONDS)
+
+
+def test_an_unconfirmed_message_goes_again_and_first() -> None:
+    """Nothing is lost and nothing is reordered when a publication's fate is unknown."""
+    backlog = Backlog()
+    for number in range(4):
+        backlog.add(digest(number), 10.0)
+    first = backlog.take()
+    backlog.add(digest(4), 10.0)
+    backlog.failed()
+    again = decode_batch(backlog.take())
+    assert again[:4] == decode_batch(first)
+    assert again[4:] == [digest(4)]
+    assert backlog.published == 0
+
+
+def test_a_failed_message_is_due_by_its_own_age() -> None:
+    """What failed is old already: it is not made to wait for company again."""
+    backlog = Backlog()
+    backlog.add(digest(1), 10.0)
+    backlog.take()
+    backlog.add(digest(2), 50.0)
+    backlog.failed()
+    assert backlog.due(50.0) == 0.0
+
+
+def test_a_full_backlog_refuses_rather_than_drops() -> None:
+    """A digest that was dropped would refuse an honest rollout elsewhere."""
+    backlog = Backlog()
+    for number in range(BACKLOG_MAX):
+        backlog.add(digest(number), 0.0)
+    with pytest.raises(errors.ClusterUnreachable):
+        backlog.add(digest(1), 0.0)
+    backlog.take()
+    with pytest.raises(errors.ClusterUnreachable):
+        backlog.add(digest(1), 0.0)
+    backlog.kept()
+    backlog.add(digest(1), 0.0)
+
+
+def test_only_what_is_under_way_is_settled() -> None:
+    """A settlement without a message, and a digest of another size, are our own mistakes."""
+    backlog = Backlog()
+    for mistake in (backlog.take, backlog.kept, backlog.failed):
+        with pytest.raises(errors.InvariantBroken):
+            mistake()
+    with pytest.raises(errors.InvariantBroken):
+        backlog.add(b"short", 0.0)
+
+
+def test_a_resumed_node_publishes_what_the_stream_lacks() -> None:
+    """Each of its own digests that nobody could have read comes out, once."""
+    known = {digest(1), digest(3)}
+    found = []
+    for one in lacking(map(digest, (1, 2, 3, 2, 4)), lambda one: one in known):
+        known.add(one)
+        found.append(one)
+    assert found == [digest(2), digest(4)]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_the_watermark_is_the_last_message_read() -> None:
+    """Messages told again after a reconnect are not news; the empty stream is read already."""
+    mark = Watermark()
+    assert mark.reached(0)
+    assert [mark.told(sequence) for sequence in (1, 2, 2, 1, 3)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert mark.reached(3)
+    assert not mark.reached(4)
+    assert mark.missed == 0
+
+
+def test_messages_that_never_come_are_counted() -> None:
+    """A stream that lost messages proves nothing any more."""
+    mark = Watermark()
+    mark.told(1)
+    mark.told(4)
+    assert mark.missed == 2
+
+
+@pytest.mark.parametrize(
+    "known, over, far, missed",
+    list(itertools.product((True, False), (True, False), ("unknown", "short", "there"), (0, 1))),
+)
+def test_every_cell_of_the_wait(known: bool, over: bool, far: str, missed: int) -> None:
+    """A reward is refused only where nobody can have given the answer; else nothing is proven."""
+    mark = Watermark()
+    for sequence in (1, 3) if missed else (1, 2, 3):
+        mark.told(sequence)
+    search = Search(100.0, 5.0)
+    if far != "unknown":
+        search.stream_ends(3 if far == "there" else 4)
+    if known:
+        expected = Decision.KNOWN
+    elif not over:
+        expected = Decision.WAIT
+    elif far == "there" and not missed:
+        expected = Decision.REFUSE
+    else:
+        expected = Decision.UNREACHABLE
+    assert search.decide(105.0 if over else 104.9, mark, known=known) is expected
