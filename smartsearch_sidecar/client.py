@@ -46,7 +46,10 @@ def read_endpoints(path: Path) -> Endpoints:
             f"{path} does not exist: no sidecar serves this run (it writes the file when ready)"
         ) from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise errors.Unreachable(f"{path} cannot be read as a sidecar's endpoints") from None
+        raise errors.Unreachable(
+            f"{path} cannot be read as a sidecar's endpoints: name the file `serve` wrote, as "
+            "its user"
+        ) from None
 
 
 def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = None) -> Endpoints:
@@ -88,11 +91,13 @@ class Client:
             return Answered(answer.status, json.loads(answer.read()))
         except (OSError, http.client.HTTPException) as exc:
             raise errors.Unreachable(
-                f"no sidecar answers on {self._host} port {self._port} ({type(exc).__name__})"
+                f"no sidecar answers on {self._host} port {self._port} ({type(exc).__name__}): it "
+                "stopped, hangs or was killed; its log says why"
             ) from None
         except ValueError:
             raise errors.Unreachable(
-                f"what answers on {self._host} port {self._port} is not a sidecar"
+                f"what answers on {self._host} port {self._port} is not a sidecar: the run's "
+                "has ended, and another program took its port"
             ) from None
         finally:
             connection.close()

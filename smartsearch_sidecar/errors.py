@@ -136,7 +136,10 @@ class BadMessage(EdgeRefusal):
 
 
 class OperatorRequest(SidecarError):
-    """An internal request with a parameter or body that is not allowed."""
+    """An internal request with a parameter or body that is not allowed.
+
+    Its message is answered as it is: a constant sentence, nothing of the request.
+    """
 
     code: ClassVar[str] = "operator_request"
 

@@ -23,9 +23,17 @@ from smartsearch_sidecar.commands import (
     serve,
 )
 
+_HELP = "Search and rewards beside a trainer node: recorded first, failing closed."
+_ORDER = (
+    "A run, in order: index build, init, doctor, rehearse, serve, check (or checkpoint) before "
+    "each checkpoint, ledger verify. Exit codes: 0 fine, 1 the answer is no, 2 wrong use or "
+    "unreachable, 4 the served run had failed."
+)
+
 app = typer.Typer(
     name="smartsearch-sidecar",
-    help="Search and rewards beside a trainer node: recorded first, failing closed.",
+    help=_HELP,
+    epilog=_ORDER,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,7 +52,7 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
 ) -> None:
-    """Search and rewards beside a trainer node: recorded first, failing closed."""
+    """The words above are Typer's ``help``: this callback only takes --version."""
 
 
 app.command("serve")(serve.serve)
@@ -54,6 +62,7 @@ app.command("doctor")(doctor.doctor)
 app.command("rehearse")(rehearse.rehearse)
 app.command("url")(check.url)
 app.command("check")(check.check)
+app.command("checkpoint")(check.checkpoint)
 app.command("latch")(check.latch)
 app.add_typer(canaries.app, name="canaries")
 app.add_typer(env.app, name="env")

@@ -1,4 +1,4 @@
-"""``check``, ``latch`` and ``url``: a served run from a shell."""
+"""``check``, ``checkpoint``, ``latch`` and ``url``: a served run from a shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Annotated
 import typer
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.client import ENDPOINTS_VARIABLE, Client, find_endpoints
+from smartsearch_sidecar.client import (
+    ENDPOINTS_VARIABLE,
+    TIMEOUT_SECONDS,
+    Client,
+    find_endpoints,
+)
+from smartsearch_sidecar.web.remedies import GOING_ON, remedy
 
 RunDir = Annotated[
     Path | None,
@@ -53,8 +59,16 @@ def check(
     if as_json:
         typer.echo(json.dumps(value, indent=2, sort_keys=True))
     else:
-        typer.echo(_sentence(value))
+        _say(value)
     raise typer.Exit(0 if answer.status == 200 else 1)
+
+
+def _say(value: dict[str, object]) -> None:
+    """The state in one sentence, and of a failed run what to do."""
+    typer.echo(_sentence(value))
+    cause = value.get("cause")
+    if value["state"] == "failed" and isinstance(cause, dict):
+        typer.echo(f"  {remedy(cause['cause'])}\n  {GOING_ON}")
 
 
 def _sentence(value: dict[str, object]) -> str:
@@ -65,6 +79,61 @@ def _sentence(value: dict[str, object]) -> str:
     return f"{value['state']}: {counted}"
 
 
+def checkpoint(
+    *,
+    step: Annotated[int, typer.Option("--step", min=0, help="The trainer's step.")],
+    run_dir: RunDir = None,
+    path: Annotated[
+        str | None, typer.Option("--path", help="Where the checkpoint is; kept in the receipt.")
+    ] = None,
+    manifest_sha256: Annotated[
+        str | None, typer.Option("--manifest-sha256", help="Of its manifest, if it has one.")
+    ] = None,
+    settle: Annotated[
+        float,
+        typer.Option("--settle", min=0, max=600, help="Seconds to wait for work in flight."),
+    ] = 30.0,
+    receipt: Annotated[
+        Path | None, typer.Option("--receipt", help="Write it here, not to standard output.")
+    ] = None,
+) -> None:
+    """Have a checkpoint accepted, and keep its receipt: exit 0 accepted, 1 refused, 2 unreachable.
+
+    Asked again for the same step it is accepted again. `ledger verify RUN --receipt FILE` proves
+    later which history the checkpoint was trained on.
+    """
+    wanted = {"step": step, "path": path, "manifest_sha256": manifest_sha256}
+    answer = Client(find_endpoints(run_dir).internal_url).call(
+        "POST",
+        f"/checkpoints?settle={settle:g}",
+        {name: value for name, value in wanted.items() if value is not None},
+        timeout_seconds=TIMEOUT_SECONDS + settle,
+    )
+    value = answer.value
+    if not isinstance(value, dict) or "accepted" not in value:
+        raise errors.UsageError(f"no checkpoint was asked for: {_refusal(value)}")
+    if not value["accepted"]:
+        _say(value)
+        raise typer.Exit(1)
+    text = json.dumps(value, indent=2)
+    if receipt is None:
+        typer.echo(text)
+        return
+    try:
+        receipt.write_text(text + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise errors.UsageError(
+            f"step {step} is accepted, but the receipt cannot be written to {receipt} "
+            f"({exc.strerror or exc}): ask again with another --receipt"
+        ) from None
+    typer.echo(f"accepted: step {step}, record {value['seq']}; the receipt is {receipt}")
+
+
+def _refusal(value: object) -> str:
+    found = value.get("error") if isinstance(value, dict) else None
+    return str(found["message"]) if isinstance(found, dict) else "what answers there is no sidecar"
+
+
 def latch(
     reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")],
     run_dir: RunDir = None,
@@ -72,6 +141,6 @@ def latch(
     """Close the run's latch by hand: nothing is answered any more, no checkpoint is accepted."""
     answer = Client(find_endpoints(run_dir).internal_url).call("POST", "/latch", {"reason": reason})
     if answer.status != 200:
-        raise errors.UsageError(f"the latch was not closed: {answer.value['error']['message']}")
+        raise errors.UsageError(f"the latch was not closed: {_refusal(answer.value)}")
     cause = answer.value["cause"]
     typer.echo(f"closed: {cause['cause']}: {cause['detail']}")

@@ -17,11 +17,11 @@ from smartsearch_sidecar.client import Client
 from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.errors import SidecarError
+from smartsearch_sidecar.errors import SidecarError, UsageError
 from smartsearch_sidecar.listening import Endpoints
 from smartsearch_sidecar.service import Service
 
-QUESTION = "Who wrote the first algorithm intended for a machine?"
+QUESTION = "Who discovered penicillin?"
 
 
 def demo(
@@ -40,6 +40,11 @@ def demo(
     ] = False,
 ) -> None:
     """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
+    if not config.is_file():
+        raise UsageError(
+            f"there is no {config} here: start the demo in the repository (`make run`), or name a "
+            "configuration with --config"
+        )
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     overrides: dict[str, Any] = {"run.directory": str(Path("runs") / f"demo-{stamp}")}
     if port is not None:

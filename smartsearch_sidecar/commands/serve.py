@@ -12,7 +12,9 @@ from smartsearch_sidecar import daemon
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.listening import Endpoints
+from smartsearch_sidecar.runstate import Cause
 from smartsearch_sidecar.service import Service
+from smartsearch_sidecar.web.remedies import GOING_ON, remedy
 
 
 def serve(
@@ -41,11 +43,28 @@ def serve(
     if port is not None:
         overrides["server.port"] = port
     loaded = load(config, overrides=overrides)
+    served: list[Service] = []
 
     def ready(endpoints: Endpoints, service: Service) -> None:
+        served.append(service)
+        if service.state.closed:
+            _say_failed(service.state.cause)
         # The URLs hold capabilities: they go to the file (0600) and, on request, to `url`.
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
     with verification() as progress:
         code = daemon.serve_until_stopped(loaded, resume=resume, progress=progress, on_ready=ready)
+    if served and served[0].state.closed:
+        _say_failed(served[0].state.cause)
     raise typer.Exit(code)
+
+
+def _say_failed(cause: Cause | None) -> None:
+    """What the log's fields do not say: that nothing is answered any more, and how to go on."""
+    named = "unknown" if cause is None else f"{cause.cause}: {cause.detail}"
+    todo = "" if cause is None else f"{remedy(cause.cause)} "
+    print(
+        f"this run has failed and answers nothing more ({named})\n  {todo}{GOING_ON}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -217,7 +217,9 @@ class App:
 
     def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
         self.observer.requests[self._route(request.raw_target), exc.code] += 1
-        return request.refuse(STATUS[exc.code], error_payload(exc.code))
+        # Who holds the internal capability is told which parameter: those sentences are constant.
+        said = exc.message if isinstance(exc, errors.OperatorRequest) else None
+        return request.refuse(STATUS[exc.code], error_payload(exc.code, said))
 
     def _route(self, raw: str) -> str:
         """What a refused request asked for, as one of few words."""

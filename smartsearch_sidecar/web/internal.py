@@ -132,7 +132,9 @@ class InternalRoutes:
         try:
             return orjson.loads(await self._read_body(request, OPERATOR_BYTES_MAX))
         except (errors.EdgeRefusal, orjson.JSONDecodeError):
-            raise errors.OperatorRequest("send one JSON object with its Content-Length") from None
+            raise errors.OperatorRequest(
+                "send one JSON object, declared as application/json, with its Content-Length"
+            ) from None
 
     # --- rewards ----------------------------------------------------------------------------------
 

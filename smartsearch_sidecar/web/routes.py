@@ -99,9 +99,9 @@ SENTENCE: dict[str, str] = {
 _REWARD_SENTENCE = "No reward was given and the run is over; ask /health for the cause."
 
 
-def error_payload(code: str) -> bytes:
-    """The JSON body of an error answer."""
-    message = SENTENCE.get(code, _REWARD_SENTENCE)
+def error_payload(code: str, message: str | None = None) -> bytes:
+    """The JSON body of an error answer; ``message`` only where it is a constant sentence too."""
+    message = message or SENTENCE.get(code, _REWARD_SENTENCE)
     return orjson.dumps({"error": {"code": code, "message": message, "retryable": False}})
 
 
