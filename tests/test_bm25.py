@@ -390,10 +390,10 @@ def rewritten(folder: Path, **values: Any) -> None:
     [("format", 2), ("tantivy", "tantivy v0.99.0, index_format v9"), ("analyzer", "klingon-1")],
 )
 def test_an_index_of_another_version_is_refused(key: str, value: Any, folder: Path) -> None:
-    """An index that other code wrote is refused with both versions and the command to build it."""
+    """An index that other code wrote is refused with both versions and what to build instead."""
     ours = json.loads((folder / manifests.NAME).read_bytes())[key]
     rewritten(folder, **{key: value})
-    command = f"smartsearch-sidecar index build CORPUS {folder}"
+    command = "smartsearch-sidecar index build CORPUS NEW_FOLDER"
     unusable(folder, f"is of {key} {value!r}", repr(ours), command)
 
 

@@ -329,7 +329,7 @@ async def test_a_killed_retriever_is_a_transport_fault_until_it_is_back(
     await retriever.arrived(1)
     await retriever.kill()
     assert [type(outcome) for outcome in await searches] == [errors.ProviderTransport] * 2
-    with pytest.raises(errors.ProviderTransport, match="broke off"):
+    with pytest.raises(errors.ProviderTransport, match="takes no connection"):
         await provider.search("a", 5)
     await retriever.start()
     assert await provider.search("a", 5) == retriever.documents("a")

@@ -80,7 +80,8 @@ class RunFiles:
 
     def _not_made(self, exc: OSError) -> errors.RunDirectoryError:
         return errors.RunDirectoryError(
-            f"run directory {self.directory} cannot be made: {exc.strerror or exc}"
+            f"run directory {self.directory} cannot be made: {exc.strerror or exc}; name a "
+            "place this user may write to (run.directory, --run-dir)"
         )
 
     def _exists(self) -> errors.RunDirectoryError:

@@ -72,7 +72,7 @@ def scratch_sidecar(config: Path, run: Path) -> Iterator[Endpoints]:
         while not (run / "endpoints.json").exists():
             if process.poll() is not None:
                 listening.join()
-                words = " ".join(said) or "it said nothing"
+                words = " ".join(said).removeprefix("smartsearch-sidecar: ") or "it said nothing"
                 raise errors.UsageError(f"the scratch sidecar did not start: {words}")
             time.sleep(_POLL_SECONDS)
         yield read_endpoints(run / "endpoints.json")

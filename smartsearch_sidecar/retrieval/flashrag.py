@@ -112,6 +112,11 @@ class _Exchange:
             raise errors.ProviderFault(
                 f"{self.where} has no certificate this machine accepts"
             ) from error
+        except aiohttp.ClientConnectorError as error:
+            raise errors.ProviderTransport(
+                f"{self.where} takes no connection ({error.strerror or type(error).__name__}): "
+                "start it, or correct retrieval.flashrag.url"
+            ) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             why = getattr(error, "strerror", None) or type(error).__name__
             raise errors.ProviderTransport(f"{self.where} broke off /{route}: {why}") from error

@@ -157,7 +157,8 @@ def read(folder: Path) -> Manifest:
         if value.get(key) != ours:
             raise IndexUnusable(
                 f"the index at {folder} is of {key} {value.get(key)!r}, this sidecar reads "
-                f"{ours!r}; build it again, in a new folder, with {command}"
+                f"{ours!r}; build it again with `smartsearch-sidecar index build CORPUS "
+                "NEW_FOLDER` and name that in retrieval.bm25.index"
             )
 
     # The format first: another one may have another way to sum.

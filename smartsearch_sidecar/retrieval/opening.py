@@ -117,8 +117,8 @@ def open_verified(folder: Path, progress: Progress | None = None) -> Opened:
     """
     manifest = manifests.read(folder)
     remedy = (
-        "restore it, or build the index again, in a new folder, with "
-        f"`smartsearch-sidecar index build CORPUS {folder}`"
+        "restore it, or build the index again with `smartsearch-sidecar index build CORPUS "
+        "NEW_FOLDER` and name that in retrieval.bm25.index"
     )
     try:
         # Where a link points is what is served; the link may be pointed elsewhere for the next run.

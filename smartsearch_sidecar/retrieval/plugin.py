@@ -188,7 +188,7 @@ def _made(spec: str) -> object:
     except (Exception, SystemExit) as error:
         # Importing runs the operator's code: whatever it raises is why it cannot be imported.
         raise _unusable(
-            spec, f"module {module_name} cannot be imported ({_said(error)})"
+            spec, f"module {module_name} cannot be imported ({_said(error)}): is it on PYTHONPATH?"
         ) from error
     try:
         factory = getattr(module, factory_name)

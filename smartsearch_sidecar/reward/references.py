@@ -225,7 +225,8 @@ def _rows(path: Path) -> Iterator[tuple[int, object]]:
         yield from _parquet(path) if is_parquet else _jsonl(path)
     except OSError as error:
         raise errors.ReferencesError(
-            f"the references {path} cannot be read ({error.strerror or error})"
+            f"the references {path} cannot be read ({error.strerror or error}): correct "
+            "[reward.references], or the file's permissions"
         ) from error
 
 
