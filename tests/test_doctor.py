@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from requests.utils import get_environ_proxies, select_proxy
@@ -24,6 +24,7 @@ from smartsearch_sidecar.retrieval.bm25 import verify_and_open
 from smartsearch_sidecar.retrieval.build import build
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.process import toml
+from tests.fakes.retriever import FakeRetriever
 from tests.fakes.rewarded import SOURCE_SHA256, write_files
 from tests.fakes.served import configured
 
@@ -187,6 +188,87 @@ def test_a_retriever_that_is_not_there_is_an_error(tmp_path: Path, index: Path) 
         found = examined(config)
     assert found["retriever"]["level"] == "error"
     assert "127.0.0.1" in found["retriever"]["text"]
+    assert "start it, or correct retrieval.flashrag.url" in found["retriever"]["text"]
+
+
+class Server(Protocol):
+    """What our fakes of other programs have in common."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+@contextmanager
+def beside(server: Server) -> Iterator[None]:
+    """A real server on a loop of its own, as the command makes a loop itself."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        yield
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def remote(tmp_path: Path, index: Path, retriever: FakeRetriever, **keys: Any) -> Path:
+    """A configuration that searches ``retriever``."""
+    return written(
+        tmp_path,
+        index,
+        retrieval__provider="flashrag",
+        retrieval__flashrag__url=retriever.url,
+        retrieval__flashrag__corpus_sha256="a" * 64,
+        retrieval__flashrag__index_sha256="b" * 64,
+        **keys,
+    )
+
+
+def test_a_retriever_without_canaries_is_a_warning(tmp_path: Path, index: Path) -> None:
+    """What is only declared is said to be only declared, with the command that records it."""
+    retriever = FakeRetriever()
+    with beside(retriever):
+        found = examined(remote(tmp_path, index, retriever), "--question", "who")
+    assert (found["exit"], found["retriever"]["level"]) == (0, "ok")
+    assert found["retriever"]["text"].startswith("flashrag, corpus aaaaaaaaaaaa…, index bbbb")
+    assert found["canaries"]["level"] == "warning"
+    assert "canaries record QUESTIONS OUT" in found["canaries"]["remedy"]
+    assert found["known question"]["level"] == "ok"
+
+
+def test_canaries_are_asked_and_a_changed_answer_is_an_error(tmp_path: Path, index: Path) -> None:
+    """Recorded answers that come again are a line of their own; others fail the retriever."""
+    retriever, file = FakeRetriever(), tmp_path / "canaries.jsonl"
+    questions = tmp_path / "questions.txt"
+    questions.write_text("who wrote it\nwhere was it\n")
+    with beside(retriever):
+        bare = remote(tmp_path, index, retriever)
+        recorded = CliRunner().invoke(
+            app, ["canaries", "record", str(questions), str(file), "--config", str(bare)]
+        )
+        assert recorded.exit_code == 0, recorded.output
+        config = remote(tmp_path, index, retriever, retrieval__flashrag__canaries=str(file))
+        found = examined(config, "--question", "who")
+        assert (found["exit"], found["canaries"]["level"]) == (0, "ok")
+        assert {"who wrote it", "where was it"} <= set(retriever.asked)
+        retriever.revision = 2
+        found = examined(config, "--question", "who")
+    assert (found["exit"], found["retriever"]["level"]) == (1, "error")
+    assert "canaries" not in found
+    assert "canar" in found["retriever"]["text"]
+
+
+def test_a_canary_file_that_is_missing_is_named(tmp_path: Path, index: Path) -> None:
+    """A path that leads nowhere is an error with the key to correct."""
+    retriever = FakeRetriever()
+    with beside(retriever):
+        config = remote(tmp_path, index, retriever, retrieval__flashrag__canaries="no.jsonl")
+        found = examined(config)
+    assert (found["exit"], found["retriever"]["level"]) == (1, "error")
+    assert "retrieval.flashrag.canaries" in found["retriever"]["text"]
 
 
 # --- who scores ----------------------------------------------------------------------------------
@@ -194,19 +276,10 @@ def test_a_retriever_that_is_not_there_is_an_error(tmp_path: Path, index: Path) 
 
 @contextmanager
 def helper_beside() -> Iterator[FakeHelper]:
-    """A real helper server on a loop of its own, as the command makes a loop itself."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
+    """A real helper server."""
     helper = FakeHelper()
-    try:
-        asyncio.run_coroutine_threadsafe(helper.start(), loop).result(10)
+    with beside(helper):
         yield helper
-        asyncio.run_coroutine_threadsafe(helper.stop(), loop).result(10)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
 
 
 def rewards(tmp_path: Path, url: str, **keys: Any) -> dict[str, Any]:
