@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -151,6 +152,10 @@ class Fleet:
         word = "failed" if service.state.closed else verdict.state.value
         return {**report, "state": word, "cluster": self._view(verdict, rows)}
 
+    def used(self) -> dict[str, int]:
+        """What all nodes have used of each resource, as far as it was heard."""
+        return _used(self._gate.present()[1])
+
     async def verdict(
         self, service: Service, settle_seconds: float
     ) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -177,7 +182,6 @@ class Fleet:
         return word, self._view(verdict, rows), heads
 
     def _view(self, verdict: Verdict, rows: Rows) -> dict[str, Any]:
-        used: dict[str, int] = {}
         nodes: dict[str, dict[str, Any]] = {}
         for name, row in rows.items():
             state = row.state
@@ -196,8 +200,6 @@ class Fleet:
                 "head": state.head,
                 "counts": dict(state.counts),
             }
-            for what, count in state.counts.items():
-                used[what] = used.get(what, 0) + count
         return {
             "node": self.node.name,
             "expected": self._config.run.nodes,
@@ -205,7 +207,7 @@ class Fleet:
             "state": verdict.state.value,
             "reason": None if verdict.reason is None else verdict.reason.value,
             "detail": verdict.detail,
-            "counts": used,
+            "counts": _used(rows),
             "nodes": nodes,
         }
 
@@ -221,6 +223,13 @@ class Fleet:
             await self.node.withdraw()
         else:
             await self.node.close()
+
+
+def _used(rows: Rows) -> dict[str, int]:
+    used: Counter[str] = Counter()
+    for row in rows.values():
+        used.update({} if row.state is None else row.state.counts)
+    return dict(used)
 
 
 def _some(texts: Iterator[str]) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -53,6 +53,14 @@ class Sources:
             return status_report(self.service)
         return self.fleet.status(self.service)
 
+    def quotas(self) -> list[Quota]:
+        """Every allowance and what the run has used of it, all its nodes together."""
+        own = quotas(self.service)
+        if self.fleet is None:
+            return own
+        used = self.fleet.used()
+        return [replace(quota, used=used.get(quota.resource, quota.used)) for quota in own]
+
     def oldest_seconds(self) -> float:
         """Age of the oldest rollout request that is not answered; 0 if there is none."""
         return max(0.0, asyncio.get_running_loop().time() - self.oldest_began())
@@ -67,6 +75,11 @@ class Quota:
     unit: str
     used: int
     most: int
+
+    @property
+    def resource(self) -> str:
+        """Its name between the nodes of a run."""
+        return f"{self.split}.{self.name}" if self.split else "searches"
 
     @property
     def left(self) -> int:

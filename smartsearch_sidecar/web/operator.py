@@ -22,7 +22,7 @@ from smartsearch_sidecar.ledger.sentences import printable
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
 from smartsearch_sidecar.recorder import sayable
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
-from smartsearch_sidecar.web.exposition import Sources, exposition, quotas
+from smartsearch_sidecar.web.exposition import Sources, exposition
 from smartsearch_sidecar.web.history import COLUMNS, TICK_SECONDS, History, Snapshot
 from smartsearch_sidecar.web.page import HEADERS, HTML
 from smartsearch_sidecar.web.remedies import GOING_ON, remedy
@@ -105,7 +105,7 @@ class OperatorRoutes:
             self._observer.latched_at = time.time()  # a ledger that failed could not say so
         chosen = self._choose()
         self._kept.extend(chosen)
-        found = quotas(service)
+        found = sources.quotas()
         grown = self._history.add(
             Snapshot(
                 at=time.time(),
@@ -139,7 +139,7 @@ class OperatorRoutes:
         """What a tick says; JSON values."""
         service, observer = sources.service, self._observer
         cause = service.state.cause
-        found = zip(quotas(service), self._history.rates(), strict=True)
+        found = zip(sources.quotas(), self._history.rates(), strict=True)
         return {
             "at": time.time(),
             "status": sources.status(),
