@@ -193,6 +193,10 @@ class FakeRetriever:
     async def _fail_503(self, request: web.Request, count: int) -> web.StreamResponse:
         return web.Response(status=503, text="overloaded")
 
+    async def _fail_proxy(self, request: web.Request, count: int) -> web.StreamResponse:
+        page = "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>"
+        return web.Response(status=502, text=page, content_type="text/html")
+
     async def _fail_redirect(self, request: web.Request, count: int) -> web.StreamResponse:
         return web.Response(status=307, headers={"Location": f"{self.url}/health"})
 
