@@ -34,6 +34,7 @@ app = typer.Typer(
     name="smartsearch-sidecar",
     help=_HELP,
     epilog=_ORDER,
+    rich_markup_mode="markdown",  # "rich" would swallow the name of a section: [execute]
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

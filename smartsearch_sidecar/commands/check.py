@@ -45,7 +45,11 @@ def check(
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer.")] = False,
 ) -> None:
-    """The checkpoint gate: exit 0 healthy, 1 not, 2 unreachable."""
+    """The checkpoint gate: exit 0 healthy, 1 not, 2 unreachable.
+
+    Ask it with --settle 30: without it a run with work in flight is not healthy yet (pending).
+    After a failure it says why, what to look at and how to go on.
+    """
     answer = Client(find_endpoints(run_dir).internal_url).health(settle)
     value = answer.value
     if not isinstance(value, dict) or "state" not in value:
@@ -138,7 +142,10 @@ def latch(
     reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")],
     run_dir: RunDir = None,
 ) -> None:
-    """Close the run's latch by hand: nothing is answered any more, no checkpoint is accepted."""
+    """Close the run's latch by hand: nothing is answered any more, no checkpoint is accepted.
+
+    Nothing opens it again: the training goes on from its last accepted checkpoint, with a new run.
+    """
     answer = Client(find_endpoints(run_dir).internal_url).call("POST", "/latch", {"reason": reason})
     if answer.status != 200:
         raise errors.UsageError(f"the latch was not closed: {_refusal(answer.value)}")

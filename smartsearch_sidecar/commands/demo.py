@@ -31,7 +31,9 @@ def demo(
     corpus: Annotated[
         Path, typer.Option("--corpus", help="The vital articles, fetched by make setup.")
     ] = Path(".cache/vital/summaries_en-us.json"),
-    port: Annotated[int | None, typer.Option("--port", min=0, max=65535)] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Without it, any.")
+    ] = None,
     question: Annotated[str, typer.Option("--question", help="Asked once, as a rollout asks.")] = (
         QUESTION
     ),

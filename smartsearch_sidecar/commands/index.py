@@ -59,7 +59,8 @@ def build(
     """Build the BM25 index of a corpus: the same corpus gives the same answers on every machine.
 
     Needs free disk of about twice the corpus while it builds; memory does not grow with the corpus.
-    Passages with protocol tags (<search>, </result>, <|im_end|>, ...) are left out and counted.
+    Passages with protocol tags (`<search>`, `</result>`, `<|im_end|>`, ...) are left out, and
+    counted.
     """
     manifest = _build(corpus, out, form)
     size = sum(file.bytes for file in manifest.files.values())
