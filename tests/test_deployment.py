@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import re
@@ -11,14 +12,19 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 
 import smartsearch_sidecar
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.doctor.machine import OTHER_DESCRIPTORS
+from tests.fakes.nats_cluster import free_ports
+from tests.fakes.nats_cluster import program as nats_server
 from tests.fakes.process import ROOT, environment, running, toml
 from tests.fakes.served import read_records
 
@@ -57,10 +63,33 @@ def manifests() -> dict[str, Any]:
     return {f"{item['kind']}/{item['metadata']['name']}": item for item in documents}
 
 
+JOBS = {
+    "smartsearch-training": "smartsearch-sidecar",
+    "smartsearch-nodes": "smartsearch-sidecar-nodes",
+}
+
+
+@pytest.fixture(params=JOBS)
+def job(request: pytest.FixtureRequest) -> str:
+    """The job of one node, and that of many."""
+    return str(request.param)
+
+
 @pytest.fixture
-def pod(manifests: dict[str, Any]) -> dict[str, Any]:
-    spec: dict[str, Any] = manifests["Job/smartsearch-training"]["spec"]["template"]["spec"]
+def pod(manifests: dict[str, Any], job: str) -> dict[str, Any]:
+    spec: dict[str, Any] = manifests[f"Job/{job}"]["spec"]["template"]["spec"]
     return spec
+
+
+def environ(container: dict[str, Any], **given: str) -> dict[str, str]:
+    """A container's variables as the kubelet makes them; ``given`` stands for what it looks up."""
+    known: dict[str, str] = {}
+    for item in container.get("env", []):
+        value = item["value"] if "value" in item else given[item["name"]]
+        known[item["name"]] = re.sub(
+            r"\$\((\w+)\)", lambda match: known.get(match[1], match[0]), value
+        )
+    return known
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -69,17 +98,19 @@ def test_manifests_fit_their_schemas(manifests: dict[str, Any], version: str) ->
     kubernetes_validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is missing: run `make setup`"
     )
-    assert len(manifests) == 4
+    assert len(manifests) == 12
     for document in manifests.values():
         kubernetes_validate.validate(document, version, strict=True)
 
 
 def test_the_sidecar_is_native_and_probed_by_its_own_listener(
-    manifests: dict[str, Any], pod: dict[str, Any], tmp_path: Path
+    manifests: dict[str, Any], pod: dict[str, Any], job: str, tmp_path: Path
 ) -> None:
-    """An init container that stays, ready by /readyz, alive by /livez, on the configured port."""
-    (sidecar,) = pod["initContainers"]
-    config = configured(manifests, tmp_path)
+    """An init container that stays, started and alive by /livez, ready by /readyz: a latched run is
+    alive and never ready, so nothing restarts it and everybody sees it.
+    """
+    sidecar = pod["initContainers"][0]
+    config = configured(manifests, job, tmp_path)
     assert sidecar["restartPolicy"] == "Always"
     assert "--resume" in sidecar["args"]
     assert sidecar["image"] == f"smartsearch-sidecar:{smartsearch_sidecar.__version__}"
@@ -90,25 +121,210 @@ def test_the_sidecar_is_native_and_probed_by_its_own_listener(
     )
     paths = {name: sidecar[name]["httpGet"]["path"] for name in sidecar if name.endswith("Probe")}
     assert paths == {
-        "startupProbe": "/readyz",
+        "startupProbe": "/livez",
         "readinessProbe": "/readyz",
         "livenessProbe": "/livez",
     }
     assert pod["terminationGracePeriodSeconds"] > config.execute.deadline_seconds + 10
 
 
-def configured(manifests: dict[str, Any], tmp_path: Path) -> Any:
-    """The ConfigMap's text, loaded with capabilities as the Secret would give them."""
-    text = manifests["ConfigMap/smartsearch-sidecar"]["data"]["sidecar.toml"]
+def configured(manifests: dict[str, Any], job: str, tmp_path: Path) -> Any:
+    """The ConfigMap's text, loaded with capabilities as the Secret would give them, and with what
+    the sidecar's container is given.
+    """
+    text = manifests[f"ConfigMap/{JOBS[job]}"]["data"]["sidecar.toml"]
     for name in ("execute", "internal"):
         (tmp_path / f"{name}.capability").write_text(name * 6)
     path = tmp_path / "sidecar.toml"
     path.write_text(text.replace("/secrets/", f"{tmp_path}/"))
-    return load(path, environ={})
+    sidecar = manifests[f"Job/{job}"]["spec"]["template"]["spec"]["initContainers"][0]
+    uid = "0f8fad5b-d9cb-469f-a165-70867728950e"
+    own = environ(sidecar, NODE_INDEX="3", NATS_PASSWORD="p1", **{RUN_ID: uid})
+    return load(path, environ={k: v for k, v in own.items() if k.startswith("SMARTSEARCH_")})
+
+
+RUN_ID = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
+
+
+def gate(pod: dict[str, Any], tmp_path: Path) -> subprocess.Popen[str]:
+    """The gate's own words, started on a run directory here."""
+    container = pod["initContainers"][1]
+    assert container["name"] == "gate"
+    assert "restartPolicy" not in container
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    sidecar = programs / "smartsearch-sidecar"
+    sidecar.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m smartsearch_sidecar "$@"\n'
+    )
+    sidecar.chmod(0o755)
+    (words,) = container["args"]
+    assert words.count("/runs/001") == 1
+    return subprocess.Popen(
+        [*container["command"], words.replace("/runs/001", str(tmp_path / "run"))],
+        env={**environment(), "PATH": f"{programs}:{os.environ['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("job", ["smartsearch-training"], indirect=True)
+def test_the_gate_waits_for_a_healthy_run(pod: dict[str, Any], tmp_path: Path) -> None:
+    """No trainer begins before the sidecar serves; then at once."""
+    waiting = gate(pod, tmp_path)
+    with running(tmp_path):
+        out, err = waiting.communicate(timeout=30)
+    assert (waiting.returncode, err) == (0, "")
+    assert out.startswith("healthy: ")
+
+
+@pytest.mark.parametrize("job", ["smartsearch-training"], indirect=True)
+def test_the_gate_ends_on_a_failed_run(pod: dict[str, Any], tmp_path: Path) -> None:
+    """A latched run is told with its cause, and the job fails: its pod is never tried again."""
+    with running(tmp_path) as daemon:
+        assert daemon.internal().call("POST", "/latch", {"reason": "a test"}).status == 200
+        ended = gate(pod, tmp_path)
+        out, err = ended.communicate(timeout=30)
+    assert (ended.returncode, out) == (1, "")
+    assert err.startswith("failed: operator: a test")
+    assert pod["restartPolicy"] == "Never"
+
+
+def test_both_jobs_end_where_the_gate_does(manifests: dict[str, Any]) -> None:
+    """They have the same gate, and neither makes another pod of one that failed."""
+    specs = [manifests[f"Job/{job}"]["spec"] for job in JOBS]
+    gates = [spec["template"]["spec"]["initContainers"][1] for spec in specs]
+    assert gates[0] == gates[1]
+    assert [spec["backoffLimit"] for spec in specs] == [0, 0]
+
+
+@pytest.mark.parametrize("job", ["smartsearch-nodes"], indirect=True)
+def test_pods_of_a_job_are_nodes_of_one_run(
+    manifests: dict[str, Any], job: str, tmp_path: Path
+) -> None:
+    """Each pod has its index for a name and the job's id for its run, and knows how many there are;
+    the servers it asks are those that the other manifest starts.
+    """
+    spec = manifests[f"Job/{job}"]["spec"]
+    config = configured(manifests, job, tmp_path)
+    assert spec["completionMode"] == "Indexed"
+    assert config.run.nodes == spec["completions"] == spec["parallelism"]
+    assert (config.cluster.node, len(config.cluster.run_id)) == ("node-3", 36)
+    replicas = manifests["StatefulSet/smartsearch-nats"]["spec"]["replicas"]
+    servers = config.cluster.nats_url.get_secret_value().split(",")
+    assert servers == [
+        f"nats://sidecar:p1@smartsearch-nats-{number}.smartsearch-nats:4222"
+        for number in range(replicas)
+    ]
+    template = spec["template"]
+    assert template["spec"]["subdomain"] in {
+        name.partition("/")[2] for name in manifests if name.startswith("Service/")
+    }
+    (sidecars, servers_alone) = manifests["NetworkPolicy/smartsearch-nats"]["spec"]["ingress"]
+    assert sidecars["from"][0]["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+    assert [rule["ports"][0]["port"] for rule in (sidecars, servers_alone)] == [4222, 6222]
+
+
+def test_the_servers_agree(manifests: dict[str, Any], tmp_path: Path) -> None:
+    """Three real servers with the manifest's configuration and variables find each other, are
+    healthy as the probes ask, hold a key three times, and refuse who has no password.
+    """
+    spec = manifests["StatefulSet/smartsearch-nats"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    version = subprocess.run(
+        [nats_server(), "--version"], capture_output=True, text=True, check=True
+    )
+    assert container["image"] == f"nats:{version.stdout.split('v')[-1].strip()}-alpine"
+    assert manifests["PodDisruptionBudget/smartsearch-nats"]["spec"]["maxUnavailable"] == 1
+    text = manifests["ConfigMap/smartsearch-nats"]["data"]["nats.conf"]
+    ports = {
+        number: dict(zip(("4222", "6222", "8222"), free_ports(3), strict=True))
+        for number in range(3)
+    }
+    started = []
+    try:
+        for number in range(spec["replicas"]):
+            own = environ(
+                container, POD_NAME=f"nats-{number}", SIDECAR_PASSWORD="p12", ROUTE_PASSWORD="p3e4"
+            )
+            for other in range(3):
+                here = f"@127.0.0.1:{ports[other]['6222']}"
+                there = f"@smartsearch-nats-{other}.smartsearch-nats:6222"
+                assert own[f"ROUTE_{other}"].endswith(there)
+                own[f"ROUTE_{other}"] = own[f"ROUTE_{other}"].replace(there, here)
+            words = text.replace("/data", f"{tmp_path}/{number}").replace(
+                "/run/nats/", f"{tmp_path}/{number}-"
+            )
+            for given, taken in ports[number].items():
+                words = words.replace(f"port: {given}", f"port: {taken}")
+            path = tmp_path / f"{number}.conf"
+            path.write_text(words)
+            with (tmp_path / f"{number}.log").open("wb") as log:
+                started.append(
+                    subprocess.Popen(
+                        [nats_server(), "--config", str(path)],
+                        env={**os.environ, **own},
+                        stderr=log,
+                    )
+                )
+        probes = {container[name]["httpGet"]["path"] for name in container if "Probe" in name}
+        for number in range(3):
+            for probe in probes:
+                wait_until_ok(
+                    f"http://127.0.0.1:{ports[number]['8222']}{probe}", tmp_path / f"{number}.log"
+                )
+        at = f"127.0.0.1:{ports[0]['4222']}"
+        assert asyncio.run(kept(f"nats://sidecar:p12@{at}")) == 3
+        assert "Authorization" in said_to_strangers(ports[0]["4222"])
+    finally:
+        for server in started:
+            server.kill()
+            server.wait()
+
+
+def said_to_strangers(port: int) -> str:
+    """The last line a server says to who has no password."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
+        stranger.sendall(b'CONNECT {"verbose": false}\r\nPING\r\n')
+        with stranger.makefile("r") as lines:
+            return list(lines)[-1]
+
+
+async def kept(url: str) -> int:
+    """How many servers hold a key that was put there."""
+
+    async def ignored(_: Exception) -> None:
+        """What goes wrong is raised by the call that meets it."""
+
+    client = await nats.connect(url, allow_reconnect=False, connect_timeout=5, error_cb=ignored)
+    try:
+        stream = client.jetstream()
+        bucket = await stream.create_key_value(bucket="a-test", replicas=3)
+        await bucket.put("key", b"value")
+        cluster = (await stream.stream_info("KV_a-test")).cluster
+        assert cluster is not None
+        return 1 + len(cluster.replicas or ())
+    finally:
+        await client.close()
+
+
+def wait_until_ok(url: str, log: Path) -> None:
+    deadline = time.monotonic() + 30
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        try:
+            with opener.open(url, timeout=5) as answer:
+                if json.load(answer)["status"] == "ok":
+                    return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
 
 
 def test_every_mount_has_its_volume(
-    manifests: dict[str, Any], pod: dict[str, Any], tmp_path: Path
+    manifests: dict[str, Any], pod: dict[str, Any], job: str, tmp_path: Path
 ) -> None:
     """Mounts name volumes, claims are made, and what the configuration names lies in a mount."""
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -121,7 +337,7 @@ def test_every_mount_has_its_volume(
         if "persistentVolumeClaim" in volume
     }
     assert {f"PersistentVolumeClaim/{claim}" for claim in claims} <= set(manifests)
-    config = configured(manifests, tmp_path)
+    config = configured(manifests, job, tmp_path)
     places = {
         Path(mount["mountPath"]): mount.get("readOnly", False)
         for mount in pod["initContainers"][0]["volumeMounts"]
@@ -132,8 +348,10 @@ def test_every_mount_has_its_volume(
 
 def test_rollout_code_is_kept_from_the_answers(pod: dict[str, Any]) -> None:
     """The trainer is another user, mounts neither runs nor capabilities, and gets no proxies."""
-    (sidecar,), (trainer,) = pod["initContainers"], pod["containers"]
-    assert sidecar["securityContext"]["runAsUser"] != trainer["securityContext"]["runAsUser"]
+    (sidecar, gatekeeper), (trainer,) = pod["initContainers"], pod["containers"]
+    users = {one["securityContext"]["runAsUser"] for one in (sidecar, gatekeeper)}
+    assert trainer["securityContext"]["runAsUser"] not in users
+    assert len(users) == 1
     assert sidecar["securityContext"]["readOnlyRootFilesystem"] is True
     names = {mount["name"] for mount in trainer["volumeMounts"]}
     assert names == {"endpoints", "own-endpoints"}
