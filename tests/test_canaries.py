@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import FlashRag
 from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.canaries import Canary, Difference
-from smartsearch_sidecar.retrieval.canary_watch import CanaryWatch
+from smartsearch_sidecar.retrieval.canary_watch import CANARY_SECONDS, CanaryWatch
 
 
 class Shelf:
@@ -272,6 +273,13 @@ async def test_the_timer_asks_again_and_again_until_the_identity_has_changed() -
     await changed.wait()
     assert len(provider.asked) - before == 4
     await watch.close()
+
+
+def test_the_configuration_says_how_often() -> None:
+    """The time between two rounds has no key, so the key of the file names it."""
+    said = FlashRag.model_fields["canaries"].description
+    assert said is not None
+    assert f"every {CANARY_SECONDS:g} s" in said
 
 
 async def test_closing_ends_the_rounds_in_the_middle_of_one() -> None:

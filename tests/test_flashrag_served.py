@@ -39,8 +39,18 @@ async def expect_cause(run: Served, cause: str, code: str = "retrieval_failed") 
     assert await run.stop() == 4
 
 
+def settled(run: Served, count: int) -> dict[str, int]:
+    """How the answers of ``count`` searches came about; each has its two records on disk."""
+    kinds = [record["kind"] for record in run.records()]
+    assert kinds.count("retrieval.requested") == kinds.count("retrieval.answered") == count
+    caches = [r["data"]["cache"] for r in run.records() if r["kind"] == "retrieval.answered"]
+    return {outcome: caches.count(outcome) for outcome in set(caches)}
+
+
 async def test_sixty_four_clients_cost_few_calls(tmp_path: Path) -> None:
-    """64 clients in the eight slots, one call at a time upstream: at least four searches a call."""
+    """64 clients in the eight slots, one call at a time upstream: at least four searches a call,
+    identical ones asked once, and every request counted and recorded.
+    """
     async with FakeRetriever(latency=0.03) as retriever:
         provider = provider_for(retriever, timeout_seconds=8.0)
         await provider.start()
@@ -54,22 +64,28 @@ async def test_sixty_four_clients_cost_few_calls(tmp_path: Path) -> None:
 
             await asyncio.gather(*(client(number) for number in range(64)))
             _, health = await run.health()
-            assert health["retrieval_responses"] == 256
-            assert sum(health["cache"].values()) == 256
+            assert health["retrieval_attempts"] == health["retrieval_responses"] == 256
+            assert health["cache"] == settled(run, 256)
+            assert health["cache"]["miss"] == 32
         asked = [query for call in retriever.calls for query in call.queries]
         assert len(asked) == len(set(asked)) == 32
         assert 256 / len(retriever.calls) >= 4
+        assert retriever.busiest == 1
 
 
 async def test_distinct_searches_are_gathered(tmp_path: Path) -> None:
-    """Without a single repeated query it is still at least four searches a call."""
+    """Without a single repeated query it is still at least four searches a call, with a slot for
+    each client: what waits for a slot travels with nobody.
+    """
     async with FakeRetriever(latency=0.03) as retriever:
         provider = provider_for(retriever, timeout_seconds=8.0)
         await provider.start()
-        async with served(tmp_path / "run", provider=provider) as run:
+        async with served(tmp_path / "run", provider=provider, execute__slots=64) as run:
             answers = await asyncio.gather(*(run.execute(f"query {n}") for n in range(128)))
             assert {status for status, _ in answers} == {200}
+            assert settled(run, 128) == {"miss": 128}
         assert 128 / len(retriever.calls) >= 4
+        assert retriever.busiest == 1
 
 
 @pytest.mark.parametrize("failure", ["500", "html", "html_as_json", "hang", "cut", "strings"])

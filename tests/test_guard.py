@@ -13,8 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config.sections_search import Retrieval
 from smartsearch_sidecar.contract import render_execute
-from smartsearch_sidecar.retrieval.guard import Guard, canonical_digest
+from smartsearch_sidecar.retrieval.guard import (
+    RETRY_GROWTH,
+    RETRY_SECONDS,
+    RETRY_SECONDS_MAX,
+    Guard,
+    canonical_digest,
+)
 from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from tests.fakes.provider import FakeProvider
 from tests.web.rawclient import until
@@ -215,6 +222,14 @@ def test_transport_faults_are_tried_again_after_growing_pauses() -> None:
     asked, ended = tries(Timed(RESET, 5), retries=10)
     assert asked == [0.0, 0.25, 1.25, 3.25, 5.25, 7.25]
     assert ended == 7.25
+
+
+def test_the_configuration_says_how_long_the_pauses_are() -> None:
+    """They have no keys, so the key of their number names them."""
+    said = Retrieval.model_fields["retries"].description
+    assert said is not None
+    pauses = RETRY_SECONDS, RETRY_SECONDS * RETRY_GROWTH, RETRY_SECONDS_MAX
+    assert "{:g} s, {:g} s, then {:g} s".format(*pauses) in said
 
 
 def test_no_more_tries_than_the_profile_says() -> None:

@@ -88,10 +88,14 @@ class FlashRag(Section):
         None, "The index it serves, as the operator declares it. Needed by `flashrag`."
     )
     batch_max: int = whole(
-        32, 1, 1024, "searches", "Gathered into one `/batch_search` while another is out."
+        32,
+        1,
+        1024,
+        "searches",
+        "Gathered into one `/batch_search` while another is out; as many `execute.slots` fill it.",
     )
     canaries: FilePath | None = key(
-        None, "Recorded questions and answers, asked at start and on a timer to defend the digests."
+        None, "Recorded questions and answers, asked at start and every 60 s to defend the digests."
     )
     timeout_seconds: float = seconds(
         8, 3600, "One call to it; below the deadline, so that a hang is named as the retriever's."
@@ -107,8 +111,8 @@ class Retrieval(Section):
         0,
         10,
         "tries",
-        "More tries after a transport fault, within the deadline; a search costs nothing and is "
-        "frozen.",
+        "More tries after a transport fault, 0.25 s, 1 s, then 2 s apart, within the deadline; a "
+        "search costs nothing and is frozen.",
     )
     cache_mib: int = whole(
         preset("retrieval.cache_mib"),

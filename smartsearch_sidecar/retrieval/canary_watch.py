@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.canaries import Canary, changed, check
 from smartsearch_sidecar.retrieval.provider import Provider
 
-TRANSPORT_FAULTS_MAX = 3
+CANARY_SECONDS: Final = 60.0
+"""Between two rounds. No key, since nobody has to choose it: what a swapped index answers reaches a
+minute of rollouts at most before the latch closes, and some tens of canaries are no load."""
+TRANSPORT_FAULTS_MAX: Final = 3
 """Rounds in a row that may fail to reach the retriever: one lost connection is no verdict."""
 
 

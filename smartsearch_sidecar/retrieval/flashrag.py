@@ -26,7 +26,7 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRag
 from smartsearch_sidecar.retrieval import canaries as canary_file
-from smartsearch_sidecar.retrieval.canary_watch import CanaryWatch
+from smartsearch_sidecar.retrieval.canary_watch import CANARY_SECONDS, CanaryWatch
 from smartsearch_sidecar.retrieval.flashrag_calls import Calls
 from smartsearch_sidecar.retrieval.flashrag_wire import (
     Documents,
@@ -171,7 +171,7 @@ class FlashragProvider:
         batch_max: distinct queries in one call.
         timeout_seconds: bound of one call, from connecting to the last byte of its answer.
         canaries: file of recorded searches; ``None`` leaves the declaration undefended.
-        canary_seconds: time between two rounds of canaries.
+        canary_seconds: time between two rounds of canaries; only tests have their own.
 
     Raises ``ConfigError`` for a value that cannot be used.
 
@@ -192,7 +192,7 @@ class FlashragProvider:
         batch_max: int,
         timeout_seconds: float,
         canaries: Path | None,
-        canary_seconds: float = 60.0,
+        canary_seconds: float = CANARY_SECONDS,
     ) -> None:
         self._exchange = _Exchange(url, timeout_seconds=timeout_seconds, connections_max=batch_max)
         for key, digest in (("corpus_sha256", corpus_sha256), ("index_sha256", index_sha256)):
