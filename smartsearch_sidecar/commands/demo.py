@@ -42,11 +42,7 @@ def demo(
     ] = False,
 ) -> None:
     """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
-    if not config.is_file():
-        raise UsageError(
-            f"there is no {config} here: start the demo in the repository (`make run`), or name a "
-            "configuration with --config"
-        )
+    _require(config)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     overrides: dict[str, Any] = {"run.directory": str(Path("runs") / f"demo-{stamp}")}
     if port is not None:
@@ -86,6 +82,14 @@ def demo(
     if failures:
         raise failures[0]
     raise typer.Exit(code)
+
+
+def _require(config: Path) -> None:
+    if not config.is_file():
+        raise UsageError(
+            f"there is no {config} here: start the demo in the repository (`make run`), or name a "
+            "configuration with --config"
+        )
 
 
 def _show(console: Console, config: Config, endpoints: Endpoints, question: str) -> None:
