@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ CONFIG = ROOT / "config"
 MANIFESTS = sorted((CONFIG / "kubernetes").glob("*.yaml"))
 UNIT = CONFIG / "systemd" / "smartsearch-sidecar.service"
 SLURM = CONFIG / "slurm" / "sidecar.sh"
+SLURM_NATS = CONFIG / "slurm" / "nats.sh"
 DOCKERFILE = ROOT / "Dockerfile"
 KUBERNETES = ("1.29", "1.34")  # the first with native sidecars switched on, and a recent one
 
@@ -291,7 +293,7 @@ def said_to_strangers(port: int) -> str:
             return list(lines)[-1]
 
 
-async def kept(url: str) -> int:
+async def kept(url: str, replicas: int = 3) -> int:
     """How many servers hold a key that was put there."""
 
     async def ignored(_: Exception) -> None:
@@ -300,7 +302,7 @@ async def kept(url: str) -> int:
     client = await nats.connect(url, allow_reconnect=False, connect_timeout=5, error_cb=ignored)
     try:
         stream = client.jetstream()
-        bucket = await stream.create_key_value(bucket="a-test", replicas=3)
+        bucket = await stream.create_key_value(bucket="a-test", replicas=replicas)
         await bucket.put("key", b"value")
         cluster = (await stream.stream_info("KV_a-test")).cluster
         assert cluster is not None
@@ -423,28 +425,61 @@ def test_the_unit_hands_over_the_capabilities(tmp_path: Path) -> None:
 
 SRUN = """\
 #!/usr/bin/env bash
-# srun on one node: its options, then the command, signals handed on.
-while [[ $1 == --* ]]; do shift; done
-exec "$@"
+# srun over the nodes of a job, each an address of this machine: its options, then the command on
+# each node, @NODE@ in its words being the node's name; signals handed on, the worst code given.
+nodes=$SLURM_JOB_NODELIST
+while [[ $1 == --* ]]; do
+    if [[ $1 == --nodelist=* ]]; then nodes=${1#*=}; fi
+    shift
+done
+pids=()
+trap 'kill -TERM "${pids[@]}"' TERM
+for node in ${nodes//,/ }; do
+    SLURMD_NODENAME=$node NATS_LISTEN=$node SMARTSEARCH_SIDECAR__SERVER__HOST=$node \\
+        "${@//@NODE@/$node}" &
+    pids+=($!)
+done
+worst=0
+for pid in "${pids[@]}"; do
+    # A wait that a signal cut short says nothing of the process.
+    while :; do
+        wait "$pid" && code=0 || code=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    if ((code > worst)); then worst=$code; fi
+done
+exit "$worst"
+"""
+SCONTROL = """\
+#!/bin/sh
+# scontrol show hostnames LIST: a line each.
+echo "$3" | tr ',' '\\n'
 """
 
 
-def slurm(tmp_path: Path, *trainer: str, **keys: Any) -> subprocess.CompletedProcess[str]:
-    """The script as the first node of a job runs it, with a real sidecar."""
+def slurm(
+    tmp_path: Path,
+    *trainer: str,
+    script: Path = SLURM,
+    nodes: int = 1,
+    given: dict[str, str] | None = None,
+    **keys: Any,
+) -> subprocess.CompletedProcess[str]:
+    """The script as the first node of a job runs it, with real sidecars."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "srun").write_text(SRUN)
-    sidecar = programs / "sidecar"
-    sidecar.write_text(
+    (programs / "scontrol").write_text(SCONTROL)
+    (programs / "sidecar").write_text(
         f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m smartsearch_sidecar "$@"\n'
     )
-    for program in programs.iterdir():
-        program.chmod(0o755)
+    for path in programs.iterdir():
+        path.chmod(0o755)
     config = tmp_path / "sidecar.toml"
     values = {"server.port": 0, "retrieval.provider": "tests.fakes.plugin:instant"}
     config.write_text(toml({**values, **{k.replace("__", "."): v for k, v in keys.items()}}))
     return subprocess.run(
-        [str(SLURM), *trainer],
+        [str(script), *trainer],
         env={
             **environment(),
             "PATH": f"{programs}:{os.environ['PATH']}",
@@ -452,7 +487,10 @@ def slurm(tmp_path: Path, *trainer: str, **keys: Any) -> subprocess.CompletedPro
             "SIDECAR_CONFIG": str(config),
             "RUNS": str(tmp_path / "runs"),
             "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_JOB_NODELIST": ",".join(f"127.0.0.{number + 1}" for number in range(nodes)),
             "READY_SECONDS": "30",
+            **(given or {}),
         },
         capture_output=True,
         text=True,
@@ -461,15 +499,57 @@ def slurm(tmp_path: Path, *trainer: str, **keys: Any) -> subprocess.CompletedPro
     )
 
 
-def test_the_script_is_clean() -> None:
-    """It can be executed and parsed."""
-    assert os.access(SLURM, os.X_OK)
-    lint("bash", "-n", SLURM)
+@pytest.mark.parametrize("script", [SLURM, SLURM_NATS], ids=lambda path: path.name)
+def test_the_script_is_clean(script: Path) -> None:
+    """It can be executed and parsed, and shellcheck has nothing to say, hints included."""
+    assert os.access(script, os.X_OK)
+    lint("bash", "-n", script)
+    lint(tool("shellcheck"), script)
 
 
-def test_the_script_is_linted() -> None:
-    """shellcheck has nothing to say, hints included."""
-    lint(tool("shellcheck"), SLURM)
+@pytest.mark.parametrize(("nodes", "servers"), [(2, 1), (4, 3)])
+def test_nats_serves_what_runs_inside(tmp_path: Path, nodes: int, servers: int) -> None:
+    """Three servers where there are nodes for them, healthy before what is inside begins, which
+    reaches them by the address it is given, and they end with it; its exit code is the job's.
+    """
+    inside = f"""
+import asyncio, os, sys
+from tests.test_deployment import kept
+(*_, url) = servers = os.environ["SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL"].split(",")
+assert len(servers) == {servers}, servers
+assert asyncio.run(kept(url, replicas={servers})) == {servers}
+assert not [name for name in os.environ if name.startswith("NATS_") and "PASS" in name]
+sys.exit(7)
+"""
+    names = ("NATS_PORT", "NATS_ROUTE_PORT", "NATS_MONITOR_PORT")
+    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
+    ended = slurm(
+        tmp_path,
+        *(sys.executable, "-c", inside),
+        script=SLURM_NATS,
+        nodes=nodes,
+        given={"NATS_SERVER": nats_server(), **ports},
+    )
+    assert ended.returncode == 7, ended.stderr
+    kept_files = sorted((tmp_path / "runs" / "17.nats").glob("*.conf"))
+    assert len(kept_files) == servers
+    assert {stat.S_IMODE(path.stat().st_mode) for path in kept_files} == {0o600}
+    for number in range(servers):
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((f"127.0.0.{number + 1}", int(ports["NATS_PORT"])), timeout=5)
+
+
+def test_nats_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
+    """What is inside is never started without it."""
+    ended = slurm(
+        tmp_path,
+        *("touch", str(tmp_path / "trained")),
+        script=SLURM_NATS,
+        given={"NATS_SERVER": "false"},
+    )
+    assert ended.returncode == 1
+    assert "NATS did not become healthy on 127.0.0.1" in ended.stderr
+    assert not (tmp_path / "trained").exists()
 
 
 def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
@@ -490,6 +570,40 @@ def test_a_latched_run_fails_the_job(tmp_path: Path) -> None:
     )
     assert ended.returncode == 1, ended.stderr
     assert "keep no checkpoint" in ended.stderr
+
+
+def test_the_nodes_of_a_job_are_one_run(tmp_path: Path) -> None:
+    """Sidecars of three nodes, with NATS among them, are told who they are, all speak for the one
+    run, a failure of one fails it on each, and so does the job.
+    """
+    (port,) = free_ports(1)
+    names = ("NATS_PORT", "NATS_ROUTE_PORT", "NATS_MONITOR_PORT")
+    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
+    runs = tmp_path / "@NODE@"
+    trainer = """
+srun sidecar check --run-dir "$RUNS/17" --settle 20 || exit 9
+sidecar latch --reason "a test" --run-dir "${RUNS/@NODE@/127.0.0.2}/17"
+"""
+    ended = slurm(
+        tmp_path,
+        *(str(SLURM), "bash", "-c", trainer),
+        script=SLURM_NATS,
+        nodes=3,
+        given={"NATS_SERVER": nats_server(), "RUNS": str(runs), **ports},
+        server__port=port,
+        server__execute_capability="e" * 43,
+        server__internal_capability="i" * 43,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout.count("healthy: ") == 3, ended.stdout
+    assert ended.stdout.count("failed: operator: ") == 3, ended.stdout
+    assert "keep no checkpoint" in ended.stderr
+    for number in range(1, 4):
+        run = tmp_path / f"127.0.0.{number}" / "17"
+        cluster = json.loads((run / "claim.json").read_bytes())["config"]["cluster"]
+        assert (cluster["run_id"], cluster["node"]) == ("slurm-17", f"127-0-0-{number}")
+        kinds = [record["kind"] for record in read_records(run)]
+        assert kinds == ["run.claimed", "latch.closed", "run.closed"]
 
 
 def run_of(tmp_path: Path) -> list[str]:

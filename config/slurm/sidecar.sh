@@ -7,6 +7,9 @@
 # than one node the configuration names the port and the execute capability, the same everywhere,
 # because one sandbox_url serves them all.
 #
+# Where the configuration has [cluster], or the environment its NATS servers (nats.sh starts some), the
+# nodes are one run: its id is the job's, each node's name is its own, and the gate asks for all.
+#
 #SBATCH --job-name=smartsearch
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -27,9 +30,21 @@ run="$RUNS/$SLURM_JOB_ID"
 on_every_node=(srun --overlap --nodes="${SLURM_JOB_NUM_NODES:-1}" --ntasks-per-node=1
     --kill-on-bad-exit=0)
 
+# A requeued job has the same id, and a node that finds its directory again is the same node.
+coordinated=()
+if [[ -n ${SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL:-} ]] || grep -q '^\[cluster\]' "$SIDECAR_CONFIG"; then
+    export SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID="slurm-$SLURM_JOB_ID"
+    export SMARTSEARCH_SIDECAR__RUN__NODES="${SLURM_JOB_NUM_NODES:-1}"
+    # shellcheck disable=SC2016 # expanded on the node
+    coordinated=(bash -c 'node=${SLURMD_NODENAME:-$(hostname -s)}
+        export SMARTSEARCH_SIDECAR__CLUSTER__NODE=${node//[^A-Za-z0-9_-]/-}
+        exec "$@"' one-of-the-run)
+fi
+
 # A job that was requeued finds its directory: what says ready must be of this time.
 "${on_every_node[@]}" rm -f "$run/endpoints.json"
-"${on_every_node[@]}" "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume &
+"${on_every_node[@]}" "${coordinated[@]}" \
+    "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume &
 sidecars=$!
 
 trainer=
