@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -423,6 +424,9 @@ def test_the_unit_hands_over_the_capabilities(tmp_path: Path) -> None:
 
 # --- Slurm ---------------------------------------------------------------------------------------
 
+# Each word of a script is a Python that starts, several nodes of them at once.
+JOB_SECONDS = 120
+
 SRUN = """\
 #!/usr/bin/env bash
 # srun over the nodes of a job, each an address of this machine: its options, then the command on
@@ -478,7 +482,7 @@ def slurm(
     config = tmp_path / "sidecar.toml"
     values = {"server.port": 0, "retrieval.provider": "tests.fakes.plugin:instant"}
     config.write_text(toml({**values, **{k.replace("__", "."): v for k, v in keys.items()}}))
-    return subprocess.run(
+    job = subprocess.Popen(
         [str(script), *trainer],
         env={
             **environment(),
@@ -489,14 +493,21 @@ def slurm(
             "SLURM_JOB_ID": "17",
             "SLURM_JOB_NUM_NODES": str(nodes),
             "SLURM_JOB_NODELIST": ",".join(f"127.0.0.{number + 1}" for number in range(nodes)),
-            "READY_SECONDS": "30",
+            "READY_SECONDS": "60",
             **(given or {}),
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=50,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        out, err = job.communicate(timeout=100)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+    return subprocess.CompletedProcess(job.args, job.returncode, out, err)
 
 
 @pytest.mark.parametrize("script", [SLURM, SLURM_NATS], ids=lambda path: path.name)
@@ -552,6 +563,7 @@ def test_nats_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     assert not (tmp_path / "trained").exists()
 
 
+@pytest.mark.timeout(JOB_SECONDS)
 def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
     """The trainer reaches the sidecar, the gate passes, run.closed is recorded, and the job ends
     with the trainer's own code.
@@ -563,6 +575,7 @@ def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
     assert kinds == ["run.claimed", "run.closed"]
 
 
+@pytest.mark.timeout(JOB_SECONDS)
 def test_a_latched_run_fails_the_job(tmp_path: Path) -> None:
     """A trainer that noticed nothing does not hide a closed latch."""
     ended = slurm(
@@ -572,8 +585,9 @@ def test_a_latched_run_fails_the_job(tmp_path: Path) -> None:
     assert "keep no checkpoint" in ended.stderr
 
 
+@pytest.mark.timeout(JOB_SECONDS)
 def test_the_nodes_of_a_job_are_one_run(tmp_path: Path) -> None:
-    """Sidecars of three nodes, with NATS among them, are told who they are, all speak for the one
+    """Sidecars of two nodes, with NATS among them, are told who they are, all speak for the one
     run, a failure of one fails it on each, and so does the job.
     """
     (port,) = free_ports(1)
@@ -588,17 +602,17 @@ sidecar latch --reason "a test" --run-dir "${RUNS/@NODE@/127.0.0.2}/17"
         tmp_path,
         *(str(SLURM), "bash", "-c", trainer),
         script=SLURM_NATS,
-        nodes=3,
+        nodes=2,
         given={"NATS_SERVER": nats_server(), "RUNS": str(runs), **ports},
         server__port=port,
         server__execute_capability="e" * 43,
         server__internal_capability="i" * 43,
     )
     assert ended.returncode == 1, ended.stderr
-    assert ended.stdout.count("healthy: ") == 3, ended.stdout
-    assert ended.stdout.count("failed: operator: ") == 3, ended.stdout
+    assert ended.stdout.count("healthy: ") == 2, ended.stdout
+    assert ended.stdout.count("failed: operator: ") == 2, ended.stdout
     assert "keep no checkpoint" in ended.stderr
-    for number in range(1, 4):
+    for number in (1, 2):
         run = tmp_path / f"127.0.0.{number}" / "17"
         cluster = json.loads((run / "claim.json").read_bytes())["config"]["cluster"]
         assert (cluster["run_id"], cluster["node"]) == ("slurm-17", f"127-0-0-{number}")
@@ -610,6 +624,7 @@ def run_of(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "runs" / "17")]
 
 
+@pytest.mark.timeout(JOB_SECONDS)
 def test_a_sidecar_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     """The trainer is never started without one."""
     ended = slurm(tmp_path, "touch", str(tmp_path / "trained"), retrieval__provider="no.such:thing")
