@@ -20,10 +20,10 @@ from smartsearch_sidecar.cluster.bus import Asked, Bus
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.joining import REGISTERED, WITHDRAWN, agree, register, withdraw
 from smartsearch_sidecar.cluster.lease import Amounts
-from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, Word
+from smartsearch_sidecar.cluster.nodestate import NodeState, Registration
 from smartsearch_sidecar.cluster.own import Connect, Own
 from smartsearch_sidecar.cluster.presence import BEATS, Company, Verdict
-from smartsearch_sidecar.cluster.quota import Leasing, used_of
+from smartsearch_sidecar.cluster.quota import Leasing
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.runstate import Cause
 
@@ -32,6 +32,10 @@ STATE: Final = "state"
 CLAIM: Final = "claim"
 RETRY_SECONDS: Final = 0.1
 TICKS: Final = 2  # looks at the clock a beat
+UNHEARD_SHARE: Final = 0.6
+"""Of lost_seconds: a word that nobody has confirmed for so long was said to nobody. Longer than
+servers need for a new leader, and early enough that the others' silence is not held against them.
+"""
 END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
 
 
@@ -51,6 +55,7 @@ class Node:
         self.instance = ""
         self._beat = 0
         self._ended = False
+        self._confirmed_at = self.now()
         self._say = asyncio.Event()
         self.claims: dict[str, str] = {}
         self._failure: Cause | None = None  # heard of before there was a latch to close
@@ -96,6 +101,7 @@ class Node:
         Returns once a latch that was closed before is closed here too.
         """
         self._own = own
+        self._confirmed_at = self.now()
         self.leasing.serve(own.state)
         if self._failure is not None:
             own.close(self._failure.cause, self._failure.detail)
@@ -129,30 +135,8 @@ class Node:
 
     def state(self) -> NodeState:
         """What this node says of itself now."""
-        own = self.own
-        run = own.state
-        seq, head = own.journal()
-        word = Word.FAILED if run.closed else Word.PENDING if own.busy() else Word.HEALTHY
         self._beat += 1
-        counts = {
-            "answered": run.responses,
-            "failed": run.failed,
-            "declined": run.declined,
-            "lost": run.lost,
-            **used_of(run),
-        }
-        return NodeState(
-            instance=self.instance,
-            restarts=run.restarts,
-            beat=self._beat,
-            word=word,
-            ended=self._ended and word is not Word.PENDING,
-            admitted=run.attempts > 0,
-            counts=counts,
-            seq=seq,
-            head=head,
-            cause=None if run.cause is None else run.cause.cause,
-        )
+        return self.own.word(instance=self.instance, beat=self._beat, ended=self._ended)
 
     async def _speak(self) -> None:
         while True:
@@ -171,6 +155,7 @@ class Node:
         except errors.ClusterUnreachable:
             self.company.disconnected(self.now())
             raise
+        self._confirmed_at = self.now()
         if self.bus.connected:
             self.company.connected(self.now())
         self.company.heard(self.name, state, self.now())
@@ -184,6 +169,8 @@ class Node:
             await asyncio.sleep(self._beat_seconds / TICKS)
             if not self.bus.connected:
                 self.company.disconnected(self.now())
+            elif self.now() - self._confirmed_at > UNHEARD_SHARE * self.cluster.lost_seconds:
+                self.company.disconnected(self._confirmed_at)
             self.judge(self.company.ticked(self.now()))
 
     async def _tell_latch(self) -> None:

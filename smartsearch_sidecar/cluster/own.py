@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from smartsearch_sidecar.cluster.bus import Bus, Linked
+from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.quota import used_of
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.runstate import RunState
 
@@ -36,3 +38,28 @@ class Own:
     close: Callable[[str, str], None]
     latched: asyncio.Event
     latch_durable: Callable[[], Awaitable[None]]
+
+    def word(self, *, instance: str, beat: int, ended: bool) -> NodeState:
+        """How the run is now, as the other nodes are told."""
+        run = self.state
+        seq, head = self.journal()
+        word = Word.FAILED if run.closed else Word.PENDING if self.busy() else Word.HEALTHY
+        counts = {
+            "answered": run.responses,
+            "failed": run.failed,
+            "declined": run.declined,
+            "lost": run.lost,
+            **used_of(run),
+        }
+        return NodeState(
+            instance=instance,
+            restarts=run.restarts,
+            beat=beat,
+            word=word,
+            ended=ended and word is not Word.PENDING,
+            admitted=run.attempts > 0,
+            counts=counts,
+            seq=seq,
+            head=head,
+            cause=None if run.cause is None else run.cause.cause,
+        )
