@@ -83,12 +83,34 @@ def test_a_node_that_does_not_hold(tmp_path: Path) -> None:
     assert "execute.waiting_max = 7  # now 0" in result.stdout
 
 
+def test_a_terminal_sees_it_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal a table of calls, slots, latency and failures stands while they call."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = tmp_path / "questions.txt"
+    asked.write_text("who wrote faust\n")
+    result = rehearse(written(tmp_path), "--questions", str(asked))
+    assert result.exit_code == 0, result.output
+    for words in ("1, 8 calls at once", "a second", "in service", "p99", "declined", "failed"):
+        assert words in result.stderr
+
+
+def test_a_file_is_read_before_anything_is_started(tmp_path: Path) -> None:
+    """Questions that cannot be read end it at once."""
+    result = rehearse(written(tmp_path), "--questions", str(tmp_path / "no.txt"))
+    assert isinstance(result.exception, errors.UsageError)
+    assert "no.txt cannot be read as questions" in result.exception.message
+    assert "starting" not in result.stderr
+
+
 def test_what_cannot_start_says_why(tmp_path: Path) -> None:
     """A sidecar that does not start ends the rehearsal with its own sentence."""
     result = rehearse(written(tmp_path, retrieval__provider="tests.fakes.plugin:missing"))
     assert isinstance(result.exception, errors.UsageError)
     assert "did not start" in result.exception.message
     assert "missing" in result.exception.message
+    assert "smartsearch-sidecar:" not in result.exception.message
     assert list((tmp_path / "runs").iterdir()) == []
 
 

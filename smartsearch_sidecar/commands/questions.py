@@ -105,9 +105,15 @@ def from_corpus(client: Client, config: Config) -> list[str]:
     return list(found)[:QUESTIONS_MAX]
 
 
-def choose(config: Config, given: Path | None, client: Client) -> tuple[list[str], str]:
-    """The questions, and where they are from."""
-    named = given or config.reward.references.train or config.reward.references.validation
-    if named is not None:
-        return read(named), str(named)
-    return from_corpus(client, config), "passages of the corpus"
+def named(config: Config, given: Path | None) -> tuple[list[str], str] | None:
+    """Those of a file, and its path: the given one, else a split's references; None without one."""
+    references = config.reward.references
+    path = given or references.train or references.validation
+    return None if path is None else (read(path), str(path))
+
+
+def choose(
+    config: Config, found: tuple[list[str], str] | None, client: Client
+) -> tuple[list[str], str]:
+    """The questions, and where they are from: what ``named`` found, else made of the corpus."""
+    return found or (from_corpus(client, config), "passages of the corpus")

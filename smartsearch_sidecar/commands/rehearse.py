@@ -68,8 +68,9 @@ def rehearse(
     not come to that.
     """
     loaded = load(config)
+    found = asked.named(loaded, questions)  # before anything is started for them
     with _folder(loaded) as folder:
-        played, source = _play(loaded, folder, ranks, seconds, questions)
+        played, source = _play(loaded, folder, ranks, seconds, found)
     why = reasons(played, loaded)
     if as_json_:
         typer.echo(json.dumps({**as_json(played, loaded), "questions": source}, indent=2))
@@ -95,7 +96,7 @@ def _folder(config: Config) -> Iterator[Path]:
 
 
 def _play(
-    config: Config, folder: Path, ranks: int, seconds: float, given: Path | None
+    config: Config, folder: Path, ranks: int, seconds: float, found: tuple[list[str], str] | None
 ) -> tuple[Played, str]:
     scratch, run = folder / "scratch.toml", folder / "run"
     scratch.write_text(scratch_text(config), encoding="utf-8")
@@ -103,7 +104,7 @@ def _play(
     print("starting a scratch sidecar (a large index takes a while)", file=sys.stderr, flush=True)
     with scratch_sidecar(scratch, run) as endpoints, Cast() as cast:
         client = Client(endpoints.sandbox_url)
-        chosen, source = asked.choose(config, given, client)
+        chosen, source = asked.choose(config, found, client)
         alone = [ask(client, question, environment)[1] for question in (chosen * ALONE)[:ALONE]]
         parts = [
             Part(endpoints.sandbox_url, environment, chosen, rank, ranks, seconds)
