@@ -8,6 +8,7 @@ its own, where the machine allows it, and one port to all.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from smartsearch_sidecar.client import Client
 from smartsearch_sidecar.integrations import ray_sidecars
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.retrieval.build import build
+from tests.fakes.nats_cluster import nats_cluster
 from tests.fakes.process import ROOT, environment, toml
 from tests.fakes.served import (
     ENVIRONMENT,
@@ -76,6 +78,17 @@ class Driver:
         )
         self.added[tag] = node
         return str(node.node_id)
+
+    def add_apart(self, tag: str, network: str, address: str) -> None:
+        """A node in a network namespace: what a thread starts is where the thread is."""
+        libc, new_network = ctypes.CDLL(None, use_errno=True), 0x40000000
+        with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{network}") as there:
+            try:
+                assert libc.setns(there.fileno(), new_network) == 0
+                self.add(tag, connect=False, node_ip_address=address)
+            finally:
+                assert libc.setns(home.fileno(), new_network) == 0
+        self.cluster.wait_for_nodes()
 
     def remove(self, tag: str) -> None:
         self.cluster.remove_node(self.added.pop(tag), allow_graceful=False)
@@ -226,9 +239,14 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.1)
 
 
+def asked(url: str) -> int:
+    """Asks as a rollout does; the status."""
+    return Client(url).execute("Aristotle", ENVIRONMENT).status
+
+
 def searched(folder: Path) -> int:
-    """Asks as a rollout of that node does; the status."""
-    return Client(endpoints(folder)["sandbox_url"]).execute("Aristotle", ENVIRONMENT).status
+    """The same by the address of one node's own run directory."""
+    return asked(endpoints(folder)["sandbox_url"])
 
 
 def kinds(folder: Path) -> list[str]:
@@ -298,8 +316,6 @@ def test_a_killed_sidecar_stays_down_until_a_person_goes_on(
     assert rows[second]["state"] == "healthy"
     assert ray("stop", run="one") == {first: 137, second: 0}
 
-    with pytest.raises(Refused, match="exists"):
-        ray("start", **words)
     ray("start", **words, resume=True)
     _, rows, _ = ray("check", run="one")
     assert (rows[first]["state"], rows[first]["cause"]) == ("failed", "unclean_restart")
@@ -338,11 +354,108 @@ def test_one_that_cannot_begin_ends_all(ray: Ray, config: Path, tmp_path: Path) 
     assert not (tmp_path / "runs" / "both" / "endpoints.json").exists()
 
 
+def test_nodes_of_one_run(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """With NATS each is told its name and the run's, each speaks for all, and one failure is every
+    node's; what the servers are asked with is in nothing that Ray keeps.
+    """
+    with nats_cluster(tmp_path / "nats", credentials="sidecar:pass-word-of-nats") as servers:
+        text = config.read_text().replace(f"run.nodes = {NODES}", "run.nodes = 2")
+        config.write_text(text + toml({"cluster.nats_url": servers.url}))
+        words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "run-7"}
+        names = ray("start", **words, tags=["0", "1"], coordinated=True)[2:]
+        healthy, rows, said = ray("check", run="run-7")
+        assert healthy, said
+        folders = [tmp_path / name / "run-7" for name in names]
+        for name, folder in zip(names, folders, strict=True):
+            cluster = json.loads((folder / "claim.json").read_bytes())["config"]["cluster"]
+            assert (cluster["node"], cluster["run_id"]) == (name, "run-7")
+        client = Client(endpoints(folders[0])["internal_url"])
+        assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
+        healthy, rows, _ = ray("check", run="run-7")
+        assert [(row["state"], row["cause"]) for row in rows.values()] == [
+            ("failed", "operator")
+        ] * 2
+        assert ray("stop", run="run-7") == dict.fromkeys(names, 4)
+    assert b"pass-word-of-nats" not in b"".join(kept(ray).values())
+
+
+@pytest.fixture
+def networks(ray: Ray) -> Iterator[dict[str, str]]:
+    """Two network namespaces on a bridge, by name, with the address each has there."""
+    bridge = f"ray{os.getpid() % 100_000}"
+    names = {f"{bridge}-{number}": f"10.231.77.{number}" for number in (2, 3)}
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def let_go() -> None:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        # A namespace goes with the last process in it; its cables need not wait for that.
+        for link in (f"{bridge}n0", f"{bridge}n1", bridge):
+            subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
+
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", "10.231.77.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for number, (name, address) in enumerate(names.items()):
+            near, far = f"{bridge}n{number}", f"{bridge}f{number}"
+            ip("netns", "add", name)
+            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+            ip("link", "set", near, "master", bridge, "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", far)
+            ip("-n", name, "link", "set", far, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "via", "10.231.77.1")
+    except (OSError, subprocess.CalledProcessError):
+        let_go()
+        pytest.skip("this machine lets nobody make network namespaces")
+    yield names
+    let_go()
+
+
+@pytest.mark.may_skip("network namespaces need root and iproute2")
+def test_one_address_serves_every_node(
+    ray: Ray, config: Path, tmp_path: Path, networks: dict[str, str]
+) -> None:
+    """Where each node has a loopback of its own, one port and one address are every node's: a
+    rollout that is given it reaches the sidecar beside it.
+    """
+    for network, address in networks.items():
+        ray("add_apart", tag=network, network=network, address=address)
+    config.write_text(config.read_text().replace("server.port = 0", "server.port = 8765"))
+    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "apart"}
+    try:
+        names = ray("start", **words, tags=list(networks), one_port=True)[2:]
+        url = ray("url", run="apart")
+        assert url == f"http://127.0.0.1:8765/{EXECUTE_CAPABILITY}"
+        ask = "import sys; from tests.test_integration_ray import *; print(asked(sys.argv[1]))"
+        for network in networks:
+            rollout = ["ip", "netns", "exec", network, sys.executable, "-c", ask, url]
+            ended = subprocess.run(
+                rollout, env=environment(), capture_output=True, text=True, check=True
+            )
+            assert ended.stdout == "200\n"
+        healthy, rows, _ = ray("check", run="apart")
+        assert healthy
+        assert [row["responses"] for row in rows.values()] == [1, 1]
+        assert ray("stop", run="apart") == dict.fromkeys(names, 0)
+    finally:
+        for network in networks:
+            ray("remove", tag=network)
+
+
+def kept(ray: Ray) -> dict[str, bytes]:
+    """What Ray and the driver have written, by file."""
+    return {str(path): path.read_bytes() for path in ray.folder.rglob("*") if path.is_file()}
+
+
 def test_nothing_ray_keeps_holds_a_capability(ray: Ray) -> None:
     """Neither its logs, nor its tables, nor what the driver printed, after all of the above."""
     tables = json.dumps(ray("actors"))
-    texts = {path: path.read_bytes() for path in ray.folder.rglob("*") if path.is_file()}
-    assert any(path.name.startswith("raylet") for path in texts)
+    texts = kept(ray)
+    assert any("raylet" in path for path in texts)
     for capability in (EXECUTE_CAPABILITY, INTERNAL_CAPABILITY):
         assert capability not in tables
-        assert [str(path) for path, text in texts.items() if capability.encode() in text] == []
+        assert [path for path, text in texts.items() if capability.encode() in text] == []
