@@ -84,7 +84,7 @@ async def assemble(
             "retrieval": guard.identity,
             "retrieval_identity_sha256": guard.identity_sha256,
         }
-        # Imported where they are wanted: a run without them does not load their modules.
+        # Imported where wanted: a run without them does not load their modules.
         if config.cluster is not None:
             from smartsearch_sidecar.fleet import Fleet
 
@@ -95,14 +95,9 @@ async def assemble(
             rewards = await open_rewards(config)
             facts["reward"] = rewards.facts
             await rewards.remember(None if found is None else files.directory, fleet)
+        join = None if fleet is None else partial(fleet.join, facts)
         recorder = await begin(
-            files,
-            config,
-            found,
-            facts,
-            observe=heard.batch,
-            told=heard.record,
-            join=None if fleet is None else partial(fleet.join, facts),
+            files, config, found, facts, observe=heard.batch, told=heard.record, join=join
         )
     except BaseException:
         if fleet is not None:
@@ -111,10 +106,6 @@ async def assemble(
             await rewards.close()
         await opened.close()
         raise
-    if isinstance(opened, WatchesItself):
-        opened.on_fault = lambda fault: recorder.close_latch(
-            fault.cause or fault.code, detail=fault.message
-        )
     service = _service(
         config, recorder=recorder, guard=guard, heard=heard, rewards=rewards, fleet=fleet
     )
@@ -136,6 +127,10 @@ def _service(
     rewards: Rewards | None,
     fleet: Fleet | None,
 ) -> Service:
+    if isinstance(guard.provider, WatchesItself):
+        guard.provider.on_fault = lambda fault: recorder.close_latch(
+            fault.cause or fault.code, detail=fault.message
+        )
     execute = config.execute
     told = None if rewards is None else rewards.answers.add
     return Service(

@@ -52,9 +52,18 @@ class Fleet:
 
     @classmethod
     async def reach(cls, config: Config, connect: Connect | None = None) -> Fleet:
-        """Reaches the servers between the nodes. Raises ``ClusterRefused`` where they are not."""
+        """Reaches the servers between the nodes.
+
+        Raises ``ClusterRefused`` where they are not reached, ``ConfigError`` without a capability
+        that all nodes can have.
+        """
         if config.cluster is None:
             raise errors.InvariantBroken("a run without [cluster] has no other nodes")
+        if config.server.execute_capability is None:
+            raise errors.ConfigError(
+                "server.execute_capability is missing: with [cluster] every node has the same one, "
+                "so that one sandbox_url serves all; set it, or execute_capability_file"
+            )
         if connect is None:
             try:
                 from smartsearch_sidecar.cluster.nats import connect as connect_nats

@@ -93,6 +93,14 @@ async def test_a_node_that_differs_is_refused(tmp_path: Path) -> None:
             assert (await second.health(5))[0] == 200
 
 
+async def test_a_capability_of_its_own_serves_no_cluster(tmp_path: Path) -> None:
+    """A node that would make its own execute capability is refused: one URL serves all nodes."""
+    with pytest.raises(errors.ConfigError, match="execute_capability"):
+        async with joined(tmp_path, Ground(), "a", 2, server__execute_capability=None):
+            pass
+    assert not (tmp_path / "a").exists()
+
+
 async def test_places_may_differ(tmp_path: Path) -> None:
     """Where a node keeps its index is its own affair."""
     async with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import sys
 import time
 
 from smartsearch_sidecar import claim
@@ -32,4 +31,4 @@ def turn_back() -> None:
 
 if __name__ == "__main__":
     turn_back()
-    sys.exit(main())
+    main()
