@@ -145,7 +145,7 @@ class OperatorRequest(SidecarError):
 
 
 class NoSuchPage(SidecarError):
-    """The internal capability with a path that is not served."""
+    """The internal capability with a path that is not served. Its message is answered as it is."""
 
     code: ClassVar[str] = "not_found"
 

@@ -217,8 +217,9 @@ class App:
 
     def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
         self.observer.requests[self._route(request.raw_target), exc.code] += 1
-        # Who holds the internal capability is told which parameter: those sentences are constant.
-        said = exc.message if isinstance(exc, errors.OperatorRequest) else None
+        # Who holds the internal capability is told what is wrong: those sentences are constant.
+        own = isinstance(exc, errors.OperatorRequest | errors.NoSuchPage)
+        said = exc.message if own else None
         return request.refuse(STATUS[exc.code], error_payload(exc.code, said))
 
     def _route(self, raw: str) -> str:

@@ -76,6 +76,18 @@ async def test_slips_of_the_operator_change_nothing(tmp_path: Path, value: Any) 
         assert (await run.health())[0] == 200
 
 
+async def test_what_is_not_served_says_why(tmp_path: Path) -> None:
+    """A trainer that asks for rewards where they are off is told the key to set."""
+    async with served(tmp_path / "run") as run:
+        status, answer = await run.internal("POST", "/reward", {"solution_str": "x"})
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert answer["error"]["message"] == "rewards are off: set reward.enabled"
+        status, answer = await run.internal("POST", "/checkpoints", {"step": -1})
+        assert (status, answer["error"]["code"]) == (400, "operator_request")
+        assert answer["error"]["message"] == "step must be a whole number from 0"
+        assert (await run.health())[0] == 200
+
+
 @pytest.mark.parametrize("query", ["settle=x", "settle=-1", "settle=nan", "wait=1", "settle=601"])
 async def test_health_refuses_other_parameters(tmp_path: Path, query: str) -> None:
     """A mistyped gate must not pass for one that waited."""
