@@ -68,7 +68,7 @@ def test_killed(tmp_path: Path) -> None:
     with RetrieverProcess() as retriever, in_front(retriever, tmp_path) as (daemon, rollout):
         retriever.kill()
         assert code(rollout.execute("next", ENVIRONMENT)) == (502, "retrieval_failed")
-        ended_by(daemon, "retrieval_failed", f"127.0.0.1:{retriever.port}", "broke off /search")
+        ended_by(daemon, "retrieval_failed", f"127.0.0.1:{retriever.port}", "takes no connection")
 
 
 def test_killed_and_back_before_the_next_search(tmp_path: Path) -> None:
