@@ -179,7 +179,7 @@ class Fleet:
             word = "failed"
         else:
             word = verdict.state.value
-        heads = {
+        heads: dict[str, Any] = {
             name: {
                 "claim_sha256": self.node.claims.get(name),
                 "seq": row.state.seq,
@@ -188,6 +188,8 @@ class Fleet:
             for name, row in rows.items()
             if row.state is not None
         }
+        if word == "healthy" and any(head["claim_sha256"] is None for head in heads.values()):
+            word = "pending"  # its claim is still on its way here: a receipt could not name it
         return word, self._view(verdict, rows), heads
 
     def _view(self, verdict: Verdict, rows: Rows) -> dict[str, Any]:

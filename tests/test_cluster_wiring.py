@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.commands import app
 from smartsearch_sidecar.ledger.verify import verify
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, leases, until
+from tests.fakes.disk import ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import native_body
 
@@ -59,6 +62,24 @@ async def test_a_resumed_node_tells_of_its_old_latch(tmp_path: Path) -> None:
             await until(lambda: first.service.state.closed)
             await first.service.recorder.latch_durable()
             assert cause_on_disk(first) == ("operator", "on node b: alone")
+
+
+async def test_a_ledger_that_fails_ends_the_run(tmp_path: Path) -> None:
+    """Where a node's disk takes no more, all have failed, though that one cannot record it."""
+    ground = Ground()
+    disk = ReadOnlyDisk()
+    async with (
+        joined(tmp_path, ground, "a", 2) as first,
+        joined(tmp_path, ground, "b", 2, disk=disk) as second,
+    ):
+        disk.read_only = True
+        assert (await second.execute("a question"))[0] == 503
+        await until(lambda: first.service.state.closed)
+        await first.service.recorder.latch_durable()
+        cause, detail = cause_on_disk(first)
+        assert cause == "ledger_failed"
+        assert detail.startswith("on node b: ")
+        assert (await first.health())[1]["cluster"]["nodes"]["b"]["cause"] == "ledger_failed"
 
 
 # --- joining --------------------------------------------------------------------------------------
@@ -297,3 +318,19 @@ async def test_a_receipt_names_every_node(tmp_path: Path) -> None:
         assert accepted["data"]["nodes"] == receipt["nodes"]
         own = receipt["nodes"]["node-0"]
         assert (own["seq"], own["head"]) == (receipt["seq"] - 1, accepted["prev"])
+
+
+async def test_check_tells_of_every_node(tmp_path: Path) -> None:
+    """The gate from a shell speaks for the run, with a line for each node."""
+    async with cluster(tmp_path, 2) as (first, second):
+        assert (await second.execute("a question"))[0] == 200
+        words = ["check", "--run-dir", str(first.directory), "--settle", "5"]
+        told = await asyncio.to_thread(CliRunner().invoke, app, words)
+        assert told.exit_code == 0
+        assert told.output.startswith("healthy: 1 of 1 searches answered, 2 of 2 nodes joined\n")
+        assert "  node-1: healthy, 1 of 1 answered" in told.output
+    async with joined(tmp_path, Ground(), "alone", 2) as run:
+        words = ["check", "--run-dir", str(run.directory)]
+        told = await asyncio.to_thread(CliRunner().invoke, app, words)
+        assert told.exit_code == 1
+        assert "1 of the run's 2 nodes have not joined yet" in told.output

@@ -30,6 +30,7 @@ from smartsearch_sidecar.runstate import Cause
 LATCH: Final = "latch"
 STATE: Final = "state"
 CLAIM: Final = "claim"
+READ_SECONDS: Final = 600.0  # a late node reads all answers there are before it serves
 RETRY_SECONDS: Final = 0.1
 TICKS: Final = 2  # looks at the clock a beat
 UNHEARD_SHARE: Final = 0.6
@@ -80,7 +81,7 @@ class Node:
         """Reads what all nodes answered so far, and goes on reading."""
         stream = AnswerStream(self.bus, learn=learn, broken=self._broken)
         await stream.begin()
-        async with asyncio.timeout(self.cluster.lost_seconds):
+        async with asyncio.timeout(READ_SECONDS):
             await stream.read_up()
         self.answers = stream
         return stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,11 +76,40 @@ def _say(value: dict[str, object]) -> None:
 
 
 def _sentence(value: dict[str, object]) -> str:
+    cluster = value.get("cluster")
+    if isinstance(cluster, dict):
+        return _run_sentence(value, cluster)
     counted = f"{value['retrieval_responses']} of {value['retrieval_attempts']} searches answered"
     cause = value.get("cause")
     if value["state"] == "failed" and isinstance(cause, dict):
         return f"failed: {cause['cause']}: {cause['detail']} ({counted})"
     return f"{value['state']}: {counted}"
+
+
+def _run_sentence(value: dict[str, object], cluster: dict[str, Any]) -> str:
+    """The same of a run of many nodes, and a line for each of them."""
+    used, nodes = cluster["counts"], cluster["nodes"]
+    counted = (
+        f"{used.get('answered', 0)} of {used.get('searches', 0)} searches answered, "
+        f"{len(nodes)} of {cluster['expected']} nodes joined"
+    )
+    cause = value.get("cause")
+    if value["state"] == "failed" and isinstance(cause, dict):
+        said = f"failed: {cause['cause']}: {cause['detail']} ({counted})"
+    else:
+        detail = f" ({cluster['detail']})" if cluster["detail"] else ""
+        said = f"{value['state']}{detail}: {counted}"
+    lines = [said]
+    for name, node in nodes.items():
+        counts = node.get("counts", {})
+        state = node.get("state", "joining")
+        why = f": {node['cause']}" if node.get("cause") else ""
+        answered = f"{counts.get('answered', 0)} of {counts.get('searches', 0)} answered"
+        lines.append(
+            f"  {name}: {state}{why}, {answered}, record {node.get('seq', 0)}, "
+            f"{node['hearing']} ({node['silent_seconds']:.1f} s)"
+        )
+    return "\n".join(lines)
 
 
 def checkpoint(
