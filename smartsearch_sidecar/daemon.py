@@ -229,6 +229,8 @@ class Daemon:
             await parts.close()
         except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
+        if parts.fleet is not None:
+            parts.fleet.ending()
         await self._record_end(service)
         if parts.fleet is not None:
             await parts.fleet.leave()

@@ -144,8 +144,10 @@ class Fleet:
 
         def told(text: str) -> None:
             digest = block_digest(block_of(text))
+            known = len(answers)
             answers.add_digest(digest)
-            stream.add(digest)
+            if len(answers) > known:  # otherwise the stream has it, or this node is about to add it
+                stream.add(digest)
 
         return told
 
@@ -223,6 +225,10 @@ class Fleet:
         }
 
     # --- at its end -------------------------------------------------------------------------------
+
+    def ending(self) -> None:
+        """Before the last record: what is heard from now on is for the next start."""
+        self.node.ending()
 
     async def leave(self) -> None:
         """After the last record: gives back what was leased, and says that this node has ended."""

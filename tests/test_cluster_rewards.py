@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from smartsearch_sidecar.cluster.digests import decode_batch
 from smartsearch_sidecar.cluster.lease import Leases
 from tests.fakes import rollouts
 from tests.fakes.bus import Ground
@@ -163,3 +164,19 @@ async def test_a_batch_waits_for_its_lease(tmp_path: Path) -> None:
         assert status == 200
         assert len(value["rewards"]) == 9
         assert leases(ground).of("a")["train.scores"] >= 9
+
+
+async def test_an_answer_is_published_once(tmp_path: Path) -> None:
+    """The same answer again, from whatever node, is no message more."""
+    ground = Ground()
+    async with pair(tmp_path, ground) as (first, second):
+        await rollout(first, "one", " ", "two")
+        await until(lambda: len(ground.messages) > 0)
+        assert (await reward(second, await rollout(first, "one")))[0] == 200
+        published = sum(len(decode_batch(message)) for message in ground.messages)
+        await rollout(second, "one", "one", "", "two")
+        assert (await second.execute("three"))[0] == 200
+        await until(
+            lambda: sum(len(decode_batch(message)) for message in ground.messages) > published
+        )
+        assert sum(len(decode_batch(message)) for message in ground.messages) == published + 1

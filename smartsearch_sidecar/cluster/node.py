@@ -31,6 +31,7 @@ LATCH: Final = "latch"
 STATE: Final = "state"
 CLAIM: Final = "claim"
 READ_SECONDS: Final = 600.0  # a late node reads all answers there are before it serves
+DETAIL_CHARACTERS: Final = 2000  # of a cause, where the others keep it
 RETRY_SECONDS: Final = 0.1
 TICKS: Final = 2  # looks at the clock a beat
 UNHEARD_SHARE: Final = 0.6
@@ -116,6 +117,8 @@ class Node:
         self._telling = self._start("tells of its latch", self._tell_latch())
         if self.answers is not None:
             self._start("publishes answers", self.answers.run())
+        with contextlib.suppress(errors.ClusterUnreachable):
+            await self._say_once()  # before it serves, nobody may take its last word for its state
 
     def _start(self, what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=f"the node {what}")
@@ -185,7 +188,8 @@ class Node:
         cause = own.state.cause
         if cause is None:
             raise errors.InvariantBroken("a closed latch has no cause")
-        value = canonical({"node": self.name, "cause": cause.cause, "detail": cause.detail})
+        detail = cause.detail[:DETAIL_CHARACTERS]
+        value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
         await _insist(lambda: self.bus.create(LATCH, value))
 
     # --- hearing ----------------------------------------------------------------------------------
@@ -226,17 +230,20 @@ class Node:
     def _close(self, cause: str, detail: str) -> None:
         if self._own is None:
             self._failure = self._failure or Cause(cause, None, False, detail)
-        else:
+        elif not self._ended:
             self._own.close(cause, detail)
 
     # --- leaving ----------------------------------------------------------------------------------
+
+    def ending(self) -> None:
+        """Nothing closes this node's latch any more: its journal is about to end."""
+        self._ended = True
 
     async def leave(self) -> None:
         """Says the last word: returns what was leased and not used, and that this node has ended.
 
         After the run's last record. Best effort, bounded: whoever is not told finds this node lost.
         """
-        self._ended = True
         try:
             async with asyncio.timeout(END_SHARE * self.cluster.lost_seconds):
                 if self._telling is not None and self.own.state.closed:
