@@ -358,3 +358,69 @@ async def test_any_order_of_events_answers_everyone_who_stays(seed: int) -> None
     assert desk.calls[before:] == [(5, ["z"])]
     desk.answer()
     assert await last[0] == "z@5"
+
+
+async def test_the_next_call_waits_for_those_just_answered() -> None:
+    """Of a slow retriever both halves of its callers come to travel together, all of them."""
+    sizes: list[int] = []
+    begun = asyncio.Event()
+
+    async def slow(_lane: int, keys: Sequence[str]) -> list[str]:
+        sizes.append(len(keys))
+        begun.set()
+        await asyncio.sleep(0.06)
+        return list(keys)
+
+    gather: Gather[int, str, str] = Gather(slow, batch_max=32)
+
+    async def caller(name: int, first: asyncio.Event) -> None:
+        await first.wait()
+        for turn in range(4):
+            assert await gather.submit(5, f"{name} {turn}") == f"{name} {turn}"
+
+    early, late = asyncio.Event(), asyncio.Event()
+    tasks = [asyncio.create_task(caller(name, early if name < 4 else late)) for name in range(8)]
+    early.set()
+    await begun.wait()
+    late.set()
+    await asyncio.gather(*tasks)
+    assert sizes == [4, 8, 8, 8, 4]
+
+
+async def test_a_full_call_does_not_linger() -> None:
+    """With as many waiting as a call may take there is nobody to wait for."""
+    begun = asyncio.Event()
+
+    async def slow(_lane: int, keys: Sequence[str]) -> list[str]:
+        begun.set()
+        await asyncio.sleep(0.06)
+        return list(keys)
+
+    gather: Gather[int, str, str] = Gather(slow, batch_max=2)
+    first = asyncio.create_task(gather.submit(5, "a"))
+    await begun.wait()
+    others = [asyncio.create_task(gather.submit(5, key)) for key in "bcd"]
+    await first
+    assert gather.statistics.calls == 2
+    await asyncio.gather(*others)
+    assert gather.statistics.calls == 3
+
+
+async def test_closing_while_it_lingers_fails_what_waits() -> None:
+    """Nobody is left waiting behind the end."""
+    begun = asyncio.Event()
+
+    async def slow(_lane: int, keys: Sequence[str]) -> list[str]:
+        begun.set()
+        await asyncio.sleep(0.06)
+        return list(keys)
+
+    gather: Gather[int, str, str] = Gather(slow, batch_max=32)
+    first = asyncio.create_task(gather.submit(5, "a"))
+    await begun.wait()
+    second = asyncio.create_task(gather.submit(5, "b"))
+    await first
+    await gather.close()
+    with pytest.raises(errors.ProviderFault):
+        await second
+    assert gather.waiting == 0

@@ -32,6 +32,7 @@ LONG: dict[str, str] = {
     "smartsearch_sidecar/commands/init.py:init": "its options, one a line, and little else",
     "smartsearch_sidecar/integrations/smartsearch_reward.py": "the trainer loads one file by path",
     "smartsearch_sidecar/integrations/verl_reward.py": "the trainer loads one file by path",
+    "smartsearch_sidecar/integrations/ray_sidecars.py": "the driver loads one file by path",
 }
 
 # Who may open files, and which. Everyone else is handed bytes.

@@ -14,7 +14,9 @@ A *search* is one waiter with a ``lane`` (what one call must have in common, her
 - Nothing waits for company: with no call out the next pass of the loop departs, so a lone search
   goes at once, and searches that arrive in the same pass travel together for free.
 - The next call departs when the previous one has returned, with whatever gathered meanwhile; the
-  oldest entry chooses the lane, so no lane starves.
+  oldest entry chooses the lane, so no lane starves. Where calls take long it lingers a tenth of
+  that, at most 5 ms, for those who were just answered: they ask again at once, and would otherwise
+  travel in two halves that take turns for good. It leaves as soon as they are all back.
 - An entry that is out is not joined: its answer belongs to searches that began before it left.
   Sharing with calls already out is the cache's decision, not this machine's.
 - A waiter that is cancelled takes only itself away. A call nobody waits for any more is cancelled,
@@ -32,6 +34,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from smartsearch_sidecar import errors
+
+LINGER_SHARE = 0.1  # of how long the last call took
+LINGER_SECONDS_MAX = 0.005
+LINGER_SECONDS_MIN = 0.001  # of a quick retriever nothing is gained by waiting
 
 Lane = TypeVar("Lane", bound=Hashable)
 Key = TypeVar("Key", bound=Hashable)
@@ -65,6 +71,7 @@ class _Entry(Generic[Lane, Key, Answer]):
 @dataclass(slots=True, eq=False)
 class _Call(Generic[Lane, Key, Answer]):
     entries: list[_Entry[Lane, Key, Answer]]
+    began: float  # loop time
     task: asyncio.Task[None] | None = None
 
 
@@ -89,6 +96,8 @@ class Gather(Generic[Lane, Key, Answer]):
         self._waiting: dict[tuple[Lane, Key], _Entry[Lane, Key, Answer]] = {}
         self._out: set[_Call[Lane, Key, Answer]] = set()
         self._boarding: asyncio.Handle | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+        self._expected = 0  # searches that would fill the call that lingers
         self._closed = False
 
     @property
@@ -112,7 +121,10 @@ class Gather(Generic[Lane, Key, Answer]):
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Answer | Failed] = loop.create_future()
         entry.waiters.append(waiter)
-        if self._boarding is None and len(self._out) < self._calls_max:
+        if self._lingering is not None:
+            if len(self._waiting) >= self._expected:
+                self._depart()
+        elif self._boarding is None and len(self._out) < self._calls_max:
             self._boarding = loop.call_soon(self._depart)
         try:
             outcome = await waiter
@@ -126,6 +138,8 @@ class Gather(Generic[Lane, Key, Answer]):
     async def close(self) -> None:
         """Cancels the calls that are out and fails every search that still waits."""
         self._closed = True
+        if self._lingering is not None:
+            self._lingering.cancel()
         calls = list(self._out)
         tasks = [call.task for call in calls if call.task is not None]
         for task in tasks:
@@ -139,8 +153,11 @@ class Gather(Generic[Lane, Key, Answer]):
 
     def _depart(self) -> None:
         self._boarding = None
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
         while self._waiting and len(self._out) < self._calls_max and not self._closed:
-            call = _Call(self._board())
+            call = _Call(self._board(), asyncio.get_running_loop().time())
             for entry in call.entries:
                 entry.call = call
             self.statistics.calls += 1
@@ -177,7 +194,15 @@ class Gather(Generic[Lane, Key, Answer]):
 
     def _returned(self, call: _Call[Lane, Key, Answer]) -> None:
         self._out.discard(call)
-        self._depart()
+        loop = asyncio.get_running_loop()
+        seconds = min(LINGER_SHARE * (loop.time() - call.began), LINGER_SECONDS_MAX)
+        alone = self._waiting and not self._out and not self._closed
+        if not alone or seconds < LINGER_SECONDS_MIN or len(self._waiting) >= self._batch_max:
+            self._depart()
+        elif self._lingering is None:
+            # Whoever was just answered asks again in a moment; else two halves take turns for good.
+            self._expected = min(self._batch_max, len(self._waiting) + len(call.entries))
+            self._lingering = loop.call_later(seconds, self._depart)
 
     def _leave(
         self, entry: _Entry[Lane, Key, Answer], waiter: asyncio.Future[Answer | Failed]
