@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,28 @@ async def test_slip_of_a_checkpoint_is_named(tmp_path: Path) -> None:
         assert (await run.health())[0] == 200
 
 
+async def test_url_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    """The rollouts' address, or with --internal the trainer's and operator's; nothing else."""
+    async with served(tmp_path / "run") as run:
+        result = await command("url", run=run)
+        assert result.output == f"{run.endpoints.sandbox_url}\n"
+        result = await command("url", "--internal", run=run)
+        assert result.output == f"{run.endpoints.internal_url}\n"
+
+
+async def test_latch_is_closed_from_a_shell(tmp_path: Path) -> None:
+    """The reason becomes the first cause; a second one changes nothing."""
+    async with served(tmp_path / "run") as run:
+        result = await command("latch", "--reason", "wrong corpus", run=run)
+        assert (result.exit_code, result.output) == (0, "closed: operator: wrong corpus\n")
+        result = await command("latch", "--reason", "other", run=run)
+        assert result.output == "closed: operator: wrong corpus\n"
+        assert (await run.health())[0] == 503
+        result = await command("latch", "--reason", " ", run=run)
+        assert isinstance(result.exception, errors.UsageError)
+        assert 'send {"reason": "why"}' in result.exception.message
+
+
 async def test_nobody_there_is_unreachable(tmp_path: Path) -> None:
     """A run that is not served, and a file that is no sidecar's, are named with what to do."""
     for words in (["check"], ["checkpoint", "--step", "1"], ["url"]):
@@ -118,6 +142,25 @@ async def test_nobody_there_is_unreachable(tmp_path: Path) -> None:
     result = await command("check", "--run-dir", str(tmp_path))
     assert isinstance(result.exception, errors.Unreachable)
     assert "name the file `serve` wrote" in result.exception.message
+
+
+@pytest.mark.timeout(60)
+def test_addresses_are_made_for_each_start_and_gone_at_its_end(tmp_path: Path) -> None:
+    """Without capabilities of its own a run gets two fresh ones, which only its user can read."""
+    seen: set[str] = set()
+    for resume in ((), ("--resume",)):
+        with running(tmp_path, *resume) as run:
+            file = run.directory / "endpoints.json"
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            found = {run.endpoints()[name] for name in ("sandbox_url", "internal_url")}
+            secrets = {url.rpartition("/")[2] for url in found}
+            assert all(re.fullmatch(r"[A-Za-z0-9_-]{43}", secret) for secret in secrets)
+            assert len(secrets) == 2
+            assert not secrets & seen
+            seen |= secrets
+            assert run.stop() == 0
+            assert not file.exists()
+            assert not any(secret in run.log.read_text() for secret in secrets)
 
 
 @pytest.mark.timeout(60)

@@ -67,6 +67,24 @@ async def test_latch_by_hand(tmp_path: Path) -> None:
         assert await run.stop() == 4
 
 
+async def test_status_counts_what_is_under_way(tmp_path: Path) -> None:
+    """``/status`` is health's report and the work of the moment; it waits for nothing."""
+    provider = FakeProvider()
+    async with served(tmp_path / "run", provider=provider) as run:
+        await run.execute("done")
+        provider.gate = asyncio.Event()
+        held = asyncio.create_task(run.execute("held"))
+        await until(lambda: provider.under_way == 1)
+        status, value = await run.internal("GET", "/status")
+        assert (status, value["state"], value["searching"]) == (200, "pending", 1)
+        assert value["slots"] == {"total": 8, "in_service": 1, "waiting": 0, "most_waiting": 0}
+        assert (value["retrieval_attempts"], value["retrieval_responses"]) == (2, 1)
+        assert value["identity"]["corpus_sha256"] == "c" * 64
+        assert (await run.internal("POST", "/status", {}))[0] == 405
+        provider.gate.set()
+        assert (await held)[0] == 200
+
+
 @pytest.mark.parametrize("value", [None, {}, {"reason": ""}, {"reason": 5}, [], "x"])
 async def test_slips_of_the_operator_change_nothing(tmp_path: Path, value: Any) -> None:
     """A latch request without a reason is refused and the run stays good."""
