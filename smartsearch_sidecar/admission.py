@@ -32,20 +32,18 @@ class Slots:
         self._waited = waited
         self._idle: list[asyncio.Future[None]] = []
 
-    async def take(self, deadline: float) -> bool:
-        """Takes a slot; whether it had to be waited for. ``deadline`` is on the loop's clock.
+    async def take(self, deadline: float) -> None:
+        """Takes a slot; ``deadline`` is in seconds of the loop's clock.
 
         Raises ``Busy`` where the room is full or the deadline passes first. A cancelled waiter
         leaves no trace.
         """
-        waits = self._semaphore.locked()
-        if waits:
+        if self._semaphore.locked():
             await self._wait(deadline)
         else:
             await self._semaphore.acquire()  # free and nobody queued: returns without suspending
         self.in_service += 1
         self.taken += 1
-        return waits
 
     async def _wait(self, deadline: float) -> None:
         if self.waiting >= self.waiting_max:

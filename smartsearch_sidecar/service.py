@@ -154,12 +154,12 @@ class Service:
         deadline = began + self.policy.deadline_seconds
         try:
             try:
-                waited = await self.slots.take(deadline)
+                await self.slots.take(deadline)
             except asyncio.CancelledError:
                 self.undelivered(None, "cancelled while waiting")
                 raise
             try:
-                if waited and gone():
+                if gone():
                     self.undelivered(None, "gone while waiting")
                     raise errors.ClientGone("the client left while it waited for a slot")
                 answer = await work(deadline)
