@@ -14,7 +14,7 @@ import asyncio
 import base64
 import re
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -26,8 +26,12 @@ from smartsearch_sidecar.cluster.nats_streams import Streams, api, last_message
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.errors import ClusterUnreachable, InvariantBroken
 
-PATIENCE_SECONDS: Final = 10.0
+PATIENCE_SECONDS: Final = 12.0
 """The bound of every call: NATS takes four to nine to have a new leader where one has died."""
+
+PULSE_SECONDS: Final = 1.0
+PULSES: Final = 5
+"""How often a server is looked at: each second, or this often within ``lost_seconds``."""
 
 START_SECONDS: Final = 30.0
 """The bound of ``connect``: the servers of a run may be starting beside it."""
@@ -57,8 +61,13 @@ async def connect(
         ClusterRefused: what the servers hold under the run's name is not ours.
     """
     urls = cluster.nats_url.get_secret_value().split(",")
-    patience = min(PATIENCE_SECONDS, cluster.lost_seconds)
-    link = Link(urls, f"smartsearch-sidecar {cluster.node}", linked, patience)
+    link = Link(
+        urls,
+        f"smartsearch-sidecar {cluster.node}",
+        linked,
+        patience=min(PATIENCE_SECONDS, cluster.lost_seconds),
+        pulse=min(PULSE_SECONDS, cluster.lost_seconds / PULSES),
+    )
     bus = NatsBus(link, run_id)
     try:
         await link.open()
@@ -77,6 +86,9 @@ class NatsBus:
         self._streams = Streams(run_id)
         self._ask_subject = f"smartsearch.{run_id}.ask"
         self._self = secrets.token_bytes(ID_BYTES)
+        self._keys: Following | None = None
+        self._values: dict[str, bytes] = {}
+        self._watches: list[Callable[[str, bytes], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -92,7 +104,7 @@ class NatsBus:
 
     async def get(self, key: str) -> Entry | None:
         subject = self._subject(key)
-        message = await self._link.call(lambda s: last_message(s, self._streams.keys, subject))
+        message = await self._link.call(lambda s: last_message(s, self._streams.keys.name, subject))
         return Entry(_data(message), message["seq"]) if message else None
 
     async def create(self, key: str, value: bytes) -> bool:
@@ -115,7 +127,7 @@ class NatsBus:
                 # An earlier try of ours may be what changed it: a server alone compares first.
                 if not unknown:
                     return False
-                message = await last_message(session, self._streams.keys, subject)
+                message = await last_message(session, self._streams.keys.name, subject)
             except ClusterUnreachable:
                 unknown = True
                 raise
@@ -128,44 +140,48 @@ class NatsBus:
 
     async def watch(self, prefix: str, heard: Heard) -> None:
         word = prefix.rstrip(".")
-        subject = self._subject(word) if word else self._streams.key_prefix.rstrip(".")
-        # An empty prefix is every key; a word is the key itself and those below it.
-        subjects = [subject, f"{subject}.>"] if word else [f"{subject}.>"]
-        length = len(self._streams.key_prefix)
-        following = Following(
-            self._link,
-            self._streams.keys,
-            subjects,
-            lambda _, name, data: heard(name[length:], data),
-        )
-        task = self._go_on(following.run(), vital=True)
+        keys = self._streams.keys
+
+        def tell(key: str, value: bytes) -> None:
+            # An empty prefix is every key; a word is the key itself and those below it.
+            if not word or key == word or key.startswith(f"{word}."):
+                heard(key, value)
+
+        present = await self._link.call(lambda s: last_message(s, keys.name, keys.subjects))
+        if self._keys is None:
+            self._keys = Following(self._link, keys, self._changed)
+            self._go_on(self._keys.run(), vital=True)
         try:
             async with asyncio.timeout(self._link.patience):
-                await following.caught.wait()
+                await self._keys.reaches(present["seq"] if present else 0)
         except TimeoutError:
             raise ClusterUnreachable(
                 f"NATS does not tell what is set under {prefix!r}: check its servers"
             ) from None
-        finally:
-            if not following.caught.is_set():
-                task.cancel()
+        for key, value in self._values.items():
+            tell(key, value)
+        self._watches.append(tell)
+
+    def _changed(self, number: int, key: str, value: bytes) -> None:
+        del number
+        # Kept in the order of the changes, for watches that begin later.
+        self._values.pop(key, None)
+        self._values[key] = value
+        for tell in self._watches:
+            tell(key, value)
 
     async def publish(self, data: bytes) -> int:
-        return await self._append(self._streams.answers_subject, data)
+        return await self._append(self._streams.answers.subjects, data)
 
     async def read(self, read: Read) -> None:
         following = Following(
-            self._link,
-            self._streams.answers,
-            [self._streams.answers_subject],
-            lambda number, _, data: read(number, data),
+            self._link, self._streams.answers, lambda number, _, data: read(number, data)
         )
         self._go_on(following.run(), vital=True)
 
     async def last(self) -> int:
-        message = await self._link.call(
-            lambda s: last_message(s, self._streams.answers, self._streams.answers_subject)
-        )
+        answers = self._streams.answers
+        message = await self._link.call(lambda s: last_message(s, answers.name, answers.subjects))
         return int(message["seq"]) if message else 0
 
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
@@ -264,7 +280,7 @@ class NatsBus:
     def _subject(self, key: str) -> str:
         if KEY.fullmatch(key) is None:
             raise InvariantBroken(f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots")
-        return f"{self._streams.key_prefix}{key}"
+        return self._streams.key(key)
 
     async def _append(self, subject: str, data: bytes) -> int:
         headers = {"Nats-Msg-Id": secrets.token_hex(ID_BYTES)}

@@ -2,7 +2,7 @@
 
 ``connected`` is one rule over reasons why it should be False. Each has a grace of its own, because
 three servers of which one dies are to be noticed by nobody: another server is dialled within a
-second, while a new leader among them takes four to nine (NATS's own election, which cannot be
+pulse, while a new leader among them takes four to nine (NATS's own election, which cannot be
 set). A call that ran out of its time means the same as the longest grace: not connected, until a
 value has been written again. What a server without a quorum still reads out is no proof.
 """
@@ -23,9 +23,6 @@ from smartsearch_sidecar.errors import ClusterRefused, ClusterUnreachable
 REDIAL_SECONDS: Final = 0.25
 """Between two rounds over all servers; short, as each round is a few packets."""
 
-SERVER_CHANGE_SECONDS: Final = 1.0
-"""What a change of servers may take before it is called a loss."""
-
 PAUSE_SECONDS: Final = (0.05, 0.5)
 """Between two tries of one call, from the first to the longest."""
 
@@ -34,14 +31,23 @@ Attempt = Callable[[Session], Awaitable[T]]
 
 
 class Link:
-    """The way to the servers. ``patience`` bounds every call, in seconds."""
+    """The way to the servers.
 
-    def __init__(self, urls: Sequence[str], name: str, linked: Linked, patience: float) -> None:
+    Attributes:
+        patience: the bound of every call, in seconds.
+        pulse: seconds between two looks at whether a server still answers; a change of servers
+            that takes no longer is not called a loss.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], name: str, linked: Linked, *, patience: float, pulse: float
+    ) -> None:
         # Nodes of one configuration spread over the servers.
         self._urls = random.sample(urls, len(urls))
         self._name = name
         self._linked = linked
         self.patience = patience
+        self.pulse = pulse
         self._tls: ssl.SSLContext | None = None
         self._session: Session | None = None
         self._arrived = asyncio.Event()
@@ -173,7 +179,7 @@ class Link:
                 self._session = None
                 proving.cancel()
                 await asyncio.gather(proving, return_exceptions=True)
-                self.note("session", SERVER_CHANGE_SECONDS)
+                self.note("session", self.pulse)
                 self.note("proof", self.patience)
                 await session.close()
             self._why = session.why
@@ -185,7 +191,7 @@ class Link:
         while True:
             for url in tuple(self._urls):
                 try:
-                    return await Session.dial(url, name=self._name, tls=tls)
+                    return await Session.dial(url, name=self._name, tls=tls, pulse=self.pulse)
                 except ClusterUnreachable as exc:
                     self._why = exc.message
             await asyncio.sleep(REDIAL_SECONDS)

@@ -6,7 +6,7 @@ long been given up changes a key; it ends for good at some of a server's errors;
 for ever for the socket of a server that is frozen. Whoever holds a ``Session`` dials another.
 
 A server that is frozen or cut off is found out by pulses, messages of the session to itself: two
-of them unanswered, each a second, and the session has ended.
+of them unanswered, each a second at most, and the session has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from nats.aio.subscription import Subscription
 from smartsearch_sidecar.errors import ClusterUnreachable, InvariantBroken
 
 DIAL_SECONDS: Final = 2
-PULSE_SECONDS: Final = 1.0
 PULSES_UNANSWERED: Final = 2
 CLOSE_SECONDS: Final = 1.0
 
@@ -60,14 +59,18 @@ class Session:
         self.ended = asyncio.Event()
         self.why = f"the NATS server at {place(url)} closed the connection"
         self._client = Client()
+        self._at_end: list[Callable[[], None]] = []
         self._asking: set[asyncio.Future[Msg]] = set()
         self._pulse: asyncio.Task[None] | None = None
         self._dialled = False
         self._unanswered = 0
 
     @classmethod
-    async def dial(cls, url: str, *, name: str, tls: ssl.SSLContext) -> Session:
-        """A session with the server at ``url``, or ``ClusterUnreachable`` within seconds."""
+    async def dial(cls, url: str, *, name: str, tls: ssl.SSLContext, pulse: float) -> Session:
+        """A session with the server at ``url``, or ``ClusterUnreachable`` within seconds.
+
+        ``pulse`` is the time between two messages to itself, in seconds.
+        """
         session = cls(url)
         try:
             async with asyncio.timeout(2 * DIAL_SECONDS):
@@ -87,7 +90,7 @@ class Session:
             session._dialled = True
             inbox = session.new_inbox()
             await session.subscribe(inbox, session._answered)
-            session._pulse = asyncio.create_task(session._pulses(inbox))
+            session._pulse = asyncio.create_task(session._pulses(inbox, pulse))
         except (nats.errors.Error, OSError, TimeoutError) as exc:
             await session.close()
             raise ClusterUnreachable(_not_dialled(url, exc)) from None
@@ -101,8 +104,17 @@ class Session:
         if not self.ended.is_set():
             self.why = why
             self.ended.set()
+            for tell in self._at_end:
+                tell()
             for asking in tuple(self._asking):
                 asking.cancel()
+
+    def at_end(self, tell: Callable[[], None]) -> None:
+        """Has somebody told, once, that it has ended; at once where it has."""
+        if self.ended.is_set():
+            tell()
+        else:
+            self._at_end.append(tell)
 
     async def close(self) -> None:
         """Ends it and lets go of its socket, in bounded time."""
@@ -118,7 +130,8 @@ class Session:
         )
         with suppress(TimeoutError):
             # It waits until all is sent, and a frozen server takes nothing.
-            await asyncio.wait_for(ending, CLOSE_SECONDS)
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await ending
         writer = getattr(client._transport, "_bare_io_writer", None)  # noqa: SLF001
         if writer is not None:
             writer.transport.abort()
@@ -155,11 +168,14 @@ class Session:
             del message
             back.set()
 
+        self.at_end(back.set)
         inbox = self.new_inbox()
         subscription = await self.subscribe(inbox, heard)
         try:
             await self.publish(inbox, b"")
-            await asyncio.wait_for(back.wait(), DIAL_SECONDS)
+            async with asyncio.timeout(DIAL_SECONDS):
+                await back.wait()
+            self._check()
         except TimeoutError:
             raise ClusterUnreachable(
                 f"the NATS server at {place(self.url)} does not answer"
@@ -187,15 +203,16 @@ class Session:
             self._client.request(subject, data, timeout=seconds, headers=headers)
         )
         self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
+        asking.add_done_callback(self._asked)
         try:
-            answer = json.loads((await asking).data)
+            # Not awaited itself: the library's own waiting may swallow that we are cancelled.
+            await asyncio.wait((asking,))
+        finally:
+            asking.cancel()
+        try:
+            answer = json.loads(asking.result().data)
         except asyncio.CancelledError:
-            # Either the session ended under the question, or who asked was told to stop.
-            task = asyncio.current_task()
-            if self.ended.is_set() and not (task and task.cancelling()):
-                raise ClusterUnreachable(self.why) from None
-            raise
+            raise ClusterUnreachable(self.why) from None
         except nats.errors.NoRespondersError:
             raise ClusterUnreachable("JetStream has no leader, or is not enabled") from None
         except nats.errors.TimeoutError:
@@ -209,6 +226,12 @@ class Session:
         if not isinstance(answer, dict):
             raise ClusterUnreachable("JetStream's answer is not an object")
         return answer
+
+    def _asked(self, asking: asyncio.Future[Msg]) -> None:
+        self._asking.discard(asking)
+        if not asking.cancelled():
+            # Retrieved here too, for whoever was cancelled and does not look.
+            asking.exception()
 
     def _check(self) -> None:
         if self.ended.is_set():
@@ -239,14 +262,14 @@ class Session:
         del message
         self._unanswered = 0
 
-    async def _pulses(self, inbox: str) -> None:
+    async def _pulses(self, inbox: str, seconds: float) -> None:
         while self._unanswered < PULSES_UNANSWERED:
             # Counted in turns, not in time: a loop that stood still is one turn late, not two.
             self._unanswered += 1
             with suppress(ClusterUnreachable):
                 await self.publish(inbox, b"")
             with suppress(TimeoutError):
-                async with asyncio.timeout(PULSE_SECONDS):
+                async with asyncio.timeout(seconds):
                     await self.ended.wait()
                 return
         self.end(f"the NATS server at {place(self.url)} stopped answering")
