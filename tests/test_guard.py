@@ -63,7 +63,7 @@ class Unreadable(UserDict[str, Any]):
 async def test_passages_are_stripped_and_joined_by_one_blank_line() -> None:
     """The answer's text is the stripped contents joined by one blank line."""
     provider = FakeProvider()
-    provider.answer = [doc(id=" a ", contents=" one\n"), doc(id="b", contents="two", score=0.5)]
+    provider.answer = [doc(id="\ta\n", contents=" one\n"), doc(id="b", contents="two", score=0.5)]
     found = await (await guarded(provider)).search("q", FAR)
     assert found.result == "one\n\ntwo"
     assert found.documents() == [

@@ -219,6 +219,9 @@ class FakeRetriever:
     async def _fail_scores(self, request: web.Request, count: int) -> web.StreamResponse:
         return web.json_response([self.documents("SECRET-PASSAGE"), [1.0] * 5])
 
+    async def _fail_empty(self, request: web.Request, count: int) -> web.StreamResponse:
+        return web.json_response([] if request.path == "/search" else [[]] * count)
+
     async def _fail_strings(self, request: web.Request, count: int) -> web.StreamResponse:
         return web.json_response([["SECRET-PASSAGE"]] * count)
 
