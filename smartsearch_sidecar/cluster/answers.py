@@ -96,7 +96,7 @@ class AnswerStream:
         last = await self._bus.last()
         await self._until(lambda: self._read.reached(last))
         if self._read.missed:
-            raise errors.ClusterUnreachable(
+            raise errors.ClusterUnreadable(
                 f"{self._read.missed} messages of answers were never told: the stream was cut"
             )
 

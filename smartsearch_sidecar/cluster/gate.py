@@ -13,7 +13,7 @@ from typing import Any, Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.digests import PATIENCE_SECONDS
-from smartsearch_sidecar.cluster.node import Node
+from smartsearch_sidecar.cluster.node import Node, insist
 from smartsearch_sidecar.cluster.nodestate import NodeState, Word
 from smartsearch_sidecar.cluster.presence import NodeRow, Verdict
 
@@ -60,7 +60,9 @@ class Gate:
         node, stream = self._node, self._node.answers
         if stream is None:
             raise errors.InvariantBroken("answers are looked for, and nobody reads them")
-        until = min(deadline, node.now() + PATIENCE_SECONDS)
+        # Three servers of which one dies need a while for a new leader, and nobody is to notice.
+        patience = max(PATIENCE_SECONDS, node.cluster.lost_seconds)
+        until = min(deadline, node.now() + patience)
         live = self._live()
         question = {"by": node.instance, "answers": True}
         heard = await self._ask(question, len(live), until - node.now())
@@ -73,7 +75,7 @@ class Gate:
             )
         try:
             async with asyncio.timeout_at(until):
-                await stream.read_up()
+                await insist(stream.read_up)
         except TimeoutError:
             raise errors.ClusterUnreachable(
                 "the answers of the other nodes could not be read up to date in time"

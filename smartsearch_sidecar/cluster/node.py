@@ -110,7 +110,7 @@ class Node:
         if own.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # closed all the same, and known
                 await own.latch_durable()
-        self._start("answers questions", _insist(lambda: self.bus.answer(asked)))
+        self._start("answers questions", insist(lambda: self.bus.answer(asked)))
         self._start("speaks", self._speak())
         self._start("looks at the clock", self._watch_clock())
         self._start("leases", self.leasing.run())
@@ -190,7 +190,7 @@ class Node:
             raise errors.InvariantBroken("a closed latch has no cause")
         detail = cause.detail[:DETAIL_CHARACTERS]
         value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
-        await _insist(lambda: self.bus.create(LATCH, value))
+        await insist(lambda: self.bus.create(LATCH, value))
 
     # --- hearing ----------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class Node:
         return self._own
 
 
-async def _insist(call: Callable[[], Awaitable[object]]) -> None:
+async def insist(call: Callable[[], Awaitable[object]]) -> None:
     """Until the servers have taken it; what may be said twice, and must be said once."""
     while True:
         try:
