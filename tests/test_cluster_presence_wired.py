@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, until
+from tests.fakes.provider import FakeProvider
 from tests.fakes.served import Served
 
 LOST = 1.0
@@ -92,3 +93,31 @@ async def test_who_ended_in_order_is_not_lost(tmp_path: Path) -> None:
         assert await second.stop() == 0
         await asyncio.sleep(1.5 * LOST)
         assert (await first.health(5))[0] == 200
+
+
+async def test_who_does_not_answer_is_not_healthy(tmp_path: Path) -> None:
+    """A node heard of a moment ago that does not answer when asked leaves the run pending."""
+    ground = Ground()
+    async with cluster(tmp_path, 2, ground=ground) as (first, _):
+        assert (await first.health(5))[0] == 200
+        bus_of(ground, "node-1").cut()
+        status, report = await first.health()
+        assert (status, report["state"], reason(report)) == (503, "pending", "node_quiet")
+        bus_of(ground, "node-1").mend()
+        assert (await first.health(5))[0] == 200
+
+
+async def test_an_identity_that_changed_elsewhere_shows_when_asked(tmp_path: Path) -> None:
+    """The gate has every node ask its provider who it is, and fails where one is another."""
+    ground = Ground()
+    changed = FakeProvider()
+    async with (
+        joined(tmp_path, ground, "a", 2) as first,
+        joined(tmp_path, ground, "b", 2, provider=changed),
+    ):
+        assert (await first.health(5))[0] == 200
+        changed.identity_values["index_sha256"] = "2" * 64
+        status, report = await first.health()
+        assert (status, report["state"]) == (503, "failed")
+        assert report["cause"]["cause"] == "identity_changed"
+        assert "on node b" in report["cause"]["detail"]

@@ -81,3 +81,16 @@ async def test_a_nodes_end_that_is_missing_shows(tmp_path: Path, receipt: dict[s
     code, words = await verified(tmp_path, receipt, *NODES)
     assert code == 1
     assert "this history ends at 2" in words
+
+
+async def test_a_node_with_work_in_flight_is_no_proof(
+    tmp_path: Path, receipt: dict[str, Any]
+) -> None:
+    """A receipt that names a record at which a node was not settled is refused."""
+    journal = tmp_path / "node-0" / "journal" / "000001.jsonl"
+    requested = json.loads(journal.read_bytes().splitlines()[1])
+    assert requested["kind"] == "retrieval.requested"
+    receipt["nodes"]["node-0"] |= {"seq": 2, "head": requested["sum"]}
+    code, words = await verified(tmp_path, receipt, "node-0")
+    assert code == 1
+    assert "at record 2 this node was not healthy" in words

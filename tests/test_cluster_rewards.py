@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from smartsearch_sidecar.cluster.answers import AnswerStream
+from smartsearch_sidecar.cluster.bus import Linked, Read
 from smartsearch_sidecar.cluster.digests import decode_batch
 from smartsearch_sidecar.cluster.lease import Leases
+from smartsearch_sidecar.fleet import Fleet
 from tests.fakes import rollouts
-from tests.fakes.bus import Ground
+from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.cluster_run import bus_of, joined, leases, until
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, item, write_files
@@ -70,6 +74,55 @@ async def reward(run: Served, *solutions: str) -> tuple[int, Any]:
     return await run.internal(
         "POST", "/reward/batch", {"items": [item(solution) for solution in solutions]}
     )
+
+
+def stream_of(fleet: Fleet) -> AnswerStream:
+    """What a node publishes its answers to."""
+    stream = fleet.node.answers
+    assert stream is not None
+    return stream
+
+
+class LateBus(MemoryBus):
+    """A node that reads the stream later than anybody else."""
+
+    async def read(self, read: Read) -> None:
+        loop = asyncio.get_running_loop()
+        await super().read(
+            lambda sequence, data: ignored(loop.call_later(0.2, read, sequence, data))
+        )
+
+
+def ignored(_: object) -> None:
+    """What nobody asks for."""
+
+
+class LateGround(Ground):
+    """One where node ``a`` is late."""
+
+    def bus(self, linked: Linked = ignored, *, name: str = "") -> MemoryBus:
+        bus = LateBus(self, linked, name) if name == "a" else MemoryBus(self, linked, name)
+        self.buses.append(bus)
+        return bus
+
+
+async def test_a_late_reader_judges_when_it_has_read(tmp_path: Path) -> None:
+    """An answer published and not yet read where it is judged is waited for."""
+    async with pair(tmp_path, LateGround()) as (first, second):
+        solution = await rollout(second, "one", "two")
+        assert (await reward(first, solution))[0] == 200
+        assert (await first.health(5))[0] == 200
+
+
+async def test_no_score_beyond_the_lease(tmp_path: Path) -> None:
+    """A node without contact scores nothing it has not leased, and names the cause."""
+    ground = Ground()
+    async with pair(tmp_path, ground, reward__deadline_seconds=0.5) as (first, _):
+        solution = await rollout(first, "one")
+        ground.stop()
+        status, value = await reward(first, solution)
+        assert (status, value["error"]["code"]) == (503, "cluster_unreachable")
+        assert first.service.state.scores.splits["train"].score_attempts == 0
 
 
 async def test_an_answer_of_another_node_is_known(tmp_path: Path) -> None:
@@ -176,7 +229,7 @@ async def test_an_answer_is_published_once(tmp_path: Path) -> None:
         published = sum(len(decode_batch(message)) for message in ground.messages)
         await rollout(second, "one", "one", "", "two")
         assert (await second.execute("three"))[0] == 200
-        await until(
-            lambda: sum(len(decode_batch(message)) for message in ground.messages) > published
-        )
+        fleet = second.service.allowance
+        assert isinstance(fleet, Fleet)
+        await asyncio.wait_for(stream_of(fleet).published(), 5)
         assert sum(len(decode_batch(message)) for message in ground.messages) == published + 1
