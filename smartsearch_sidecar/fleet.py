@@ -94,6 +94,8 @@ class Fleet:
             stream = await self.node.follow_answers(answers.add_digest)
         except (errors.ClusterUnreachable, TimeoutError) as exc:
             raise _unreachable(exc) from None
+        except errors.ClusterUnreadable as exc:
+            raise errors.ClusterRefused(exc.message) from None
         while texts := await asyncio.to_thread(_some, own):
             for text in texts:
                 block = block_of(text)
@@ -114,6 +116,8 @@ class Fleet:
             await self.node.join(ours, orjson.loads(claim)["run_id"], claim_digest(claim))
         except errors.ClusterUnreachable as exc:
             raise _unreachable(exc) from None
+        except errors.ClusterUnreadable as exc:
+            raise errors.ClusterRefused(exc.message) from None
 
     # --- while it is served -----------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
+from smartsearch_sidecar.fleet import Fleet
 from smartsearch_sidecar.ledger.verify import verify
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, leases, until
-from tests.fakes.disk import ReadOnlyDisk
+from tests.fakes.disk import FullDisk, ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import native_body
 
@@ -140,6 +141,44 @@ async def test_names_and_places_are_taken_once(tmp_path: Path) -> None:
         assert (await second.health(5))[0] == 200
     async with joined(tmp_path, ground, "b", 2, resume=True) as again:
         assert again.service.state.restarts == 1
+
+
+async def test_keys_of_something_else_are_refused(tmp_path: Path) -> None:
+    """What no node of this version wrote under the run's name refuses the start, by a sentence."""
+    for key in ("agreement", "quota", "node.a"):
+        ground = Ground()
+        ground.keep(key, b"something else")
+        with pytest.raises(errors.ClusterRefused, match="cannot be read"):
+            async with joined(tmp_path, ground, "a", 2):
+                pass
+        assert not (tmp_path / "a").exists()
+
+
+async def test_a_run_that_cannot_begin_gives_its_name_back(tmp_path: Path) -> None:
+    """A node refused by its disk once it had its place can be started again under its name."""
+    ground = Ground()
+    disk = FullDisk(0)
+    with pytest.raises(errors.SidecarError):
+        async with joined(tmp_path, ground, "a", 2, disk=disk):
+            pass
+    async with joined(tmp_path, ground, "a", 2, directory="again") as run:
+        assert (await run.execute("a question"))[0] == 200
+
+
+async def test_what_is_heard_at_the_end_changes_no_record(tmp_path: Path) -> None:
+    """A latch that closes elsewhere while this node ends is for its next start."""
+    ground = Ground()
+    async with cluster(tmp_path, 2, ground=ground) as (first, second):
+        fleet = second.service.allowance
+        assert isinstance(fleet, Fleet)
+        fleet.ending()
+        await first.internal("POST", "/latch", {"reason": "enough"})
+        await until(lambda: "latch" in ground.keys)
+        await asyncio.sleep(0.05)
+        assert await second.stop() == 0
+    assert second.records()[-1]["kind"] == "run.closed"
+    async with joined(tmp_path, ground, "node-1", 2, resume=True) as again:
+        assert cause_on_disk(again) == ("operator", "on node node-0: enough")
 
 
 # --- quotas ---------------------------------------------------------------------------------------
