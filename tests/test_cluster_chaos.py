@@ -1,4 +1,4 @@
-"""Nodes that come, go and lose their connection while they answer: the sums that must hold."""
+"""Connections that come and go while nodes answer: the sums that must hold (invariant 15)."""
 
 from __future__ import annotations
 

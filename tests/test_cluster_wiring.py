@@ -1,4 +1,4 @@
-"""Several nodes in one process: one latch, one quota, one verdict."""
+"""Several nodes in one process: one latch, one quota, one verdict (invariants 15 to 17)."""
 
 from __future__ import annotations
 

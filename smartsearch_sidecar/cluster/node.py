@@ -63,6 +63,7 @@ class Node:
         self._failure: Cause | None = None  # heard of before there was a latch to close
         self._tasks: list[asyncio.Task[None]] = []
         self._telling: asyncio.Task[None] | None = None
+        self._leases: asyncio.Task[None] | None = None
         self._log = structlog.get_logger("node")
 
     # --- joining ----------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class Node:
         self._start("answers questions", insist(lambda: self.bus.answer(asked)))
         self._start("speaks", self._speak())
         self._start("looks at the clock", self._watch_clock())
-        self._start("leases", self.leasing.run())
+        self._leases = self._start("leases", self.leasing.run())
         self._telling = self._start("tells of its latch", self._tell_latch())
         if self.answers is not None:
             self._start("publishes answers", self.answers.run())
@@ -250,6 +251,9 @@ class Node:
                     await self._telling
                 if self.answers is not None:
                     await self.answers.published()
+                if self._leases is not None:  # it would lease anew what is given back
+                    self._leases.cancel()
+                    await asyncio.wait([self._leases])
                 await self.leasing.give_back()
                 await self._say_once()
         except (TimeoutError, errors.ClusterUnreachable, errors.ClusterUnreadable) as exc:
