@@ -11,7 +11,6 @@ followed in ``nats_follow``; what is nats-py's in ``nats_session``.
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,7 +21,7 @@ from smartsearch_sidecar.cluster.bus import Asked, Bus, Entry, Heard, Linked, Re
 from smartsearch_sidecar.cluster.nats_follow import Following
 from smartsearch_sidecar.cluster.nats_link import Link
 from smartsearch_sidecar.cluster.nats_session import Message, Session
-from smartsearch_sidecar.cluster.nats_streams import Streams, api, last_message
+from smartsearch_sidecar.cluster.nats_streams import Streams, api, decoded, last_message
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.errors import ClusterUnreachable, InvariantBroken
 
@@ -70,7 +69,7 @@ async def connect(
     )
     bus = NatsBus(link, run_id)
     try:
-        await link.open()
+        await link.dial()
         await bus.begin(replicas, seconds)
     except BaseException:
         await bus.close()
@@ -105,7 +104,7 @@ class NatsBus:
     async def get(self, key: str) -> Entry | None:
         subject = self._subject(key)
         message = await self._link.call(lambda s: last_message(s, self._streams.keys.name, subject))
-        return Entry(_data(message), message["seq"]) if message else None
+        return Entry(decoded(message, "data"), message["seq"]) if message else None
 
     async def create(self, key: str, value: bytes) -> bool:
         return await self.update(key, value, 0)
@@ -131,7 +130,7 @@ class NatsBus:
             except ClusterUnreachable:
                 unknown = True
                 raise
-            return mark.encode() in base64.b64decode((message or {}).get("hdrs", ""))
+            return mark.encode() in decoded(message or {}, "hdrs")
 
         return await self._link.call(attempt)
 
@@ -286,10 +285,6 @@ class NatsBus:
         headers = {"Nats-Msg-Id": secrets.token_hex(ID_BYTES)}
         answer = await self._link.call(lambda s: api(s, subject, data, headers=headers))
         return int(answer["seq"])
-
-
-def _data(message: dict[str, Any]) -> bytes:
-    return base64.b64decode(message.get("data", ""))
 
 
 async def _either(first: asyncio.Event, second: asyncio.Event) -> None:

@@ -70,7 +70,7 @@ class Link:
         """How many servers are known of, configured or told of by one another."""
         return len(self._urls)
 
-    async def open(self) -> None:
+    async def dial(self) -> None:
         """Starts to dial; returns at once."""
         # Reads the machine's certificates, which takes longer than a turn of the loop may.
         self._tls = await asyncio.to_thread(ssl.create_default_context)

@@ -41,6 +41,11 @@ logging.getLogger("nats").propagate = False
 
 ENDINGS: Final = (nats.errors.StaleConnectionError, nats.errors.ProtocolError, OSError)
 
+# The private names of nats-py that are leaned on, all of them to let go of a session.
+TASKS: Final = ("_reading_task", "_flusher_task", "_ping_interval_task")
+TRANSPORT: Final = "_transport"
+WRITER: Final = "_bare_io_writer"
+
 Message = Msg
 Received = Callable[[Msg], Awaitable[None]]
 
@@ -124,15 +129,13 @@ class Session:
             await asyncio.gather(self._pulse, return_exceptions=True)
         client = self._client
         # Its tasks may end in an error of the socket, which nobody else would ever retrieve.
-        tasks = (client._reading_task, client._flusher_task, client._ping_interval_task)  # noqa: SLF001
-        ending = asyncio.gather(
-            client.close(), *(task for task in tasks if task is not None), return_exceptions=True
-        )
+        tasks = [task for name in TASKS if (task := getattr(client, name)) is not None]
+        ending = asyncio.gather(client.close(), *tasks, return_exceptions=True)
         with suppress(TimeoutError):
             # It waits until all is sent, and a frozen server takes nothing.
             async with asyncio.timeout(CLOSE_SECONDS):
                 await ending
-        writer = getattr(client._transport, "_bare_io_writer", None)  # noqa: SLF001
+        writer = getattr(getattr(client, TRANSPORT), WRITER, None)
         if writer is not None:
             writer.transport.abort()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 from collections.abc import Sequence
@@ -52,6 +53,11 @@ async def last_message(session: Session, stream: str, subject: str) -> dict[str,
         expected=(NOT_FOUND,),
     )
     return answer.get("message")
+
+
+def decoded(message: dict[str, Any], field: str) -> bytes:
+    """A message's ``data`` or ``hdrs``, its headers, as JetStream's JSON has them."""
+    return base64.b64decode(message.get(field, ""))
 
 
 class Stream(NamedTuple):

@@ -186,13 +186,14 @@ class Way:
 
     Attributes:
         there: what a node sends reaches the server.
-        back: what the server sends reaches the node; what does not is lost, as the connection
-            then has to be.
+        back: what the server sends reaches the node; what does not is lost.
+        lost: what the server sent and the node never saw.
     """
 
     def __init__(self, server: NatsServer) -> None:
         self.there = True
         self.back = True
+        self.lost = b""
         self.url = ""
         self._server = server
         self._listening: asyncio.Server | None = None
@@ -246,5 +247,7 @@ class Way:
                 if self.there if there else self.back:
                     writer.write(data)
                     await writer.drain()
+                elif not there:
+                    self.lost += data
         writer.transport.abort()
         self._writers.discard(writer)
