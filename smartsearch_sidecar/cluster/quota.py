@@ -228,7 +228,8 @@ class Leasing:
         return False
 
     def _ahead(self, name: str, used: int) -> None:
-        if 2 * self._rules.left(name, used) < self._block[name]:
+        # Not while a round is under way: whoever comes after it sees what it brought.
+        if 2 * self._rules.left(name, used) < self._block[name] and self._begun == self._ended:
             self._asked.set()
 
     def _refuse_exhausted(self, need: Amounts, used: Amounts) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.benchmarks import disks, execute, machine, plot, profiling, results, rewards
+from tests.benchmarks import clustered, disks, execute, machine, plot, profiling, results, rewards
 from tests.benchmarks.results import Outcome, Scenario
 from tests.benchmarks.settings import CLIENTS, Settings, Unmeasured
 from tests.fakes.process import ROOT
@@ -37,6 +37,7 @@ SCENARIOS: dict[str, Callable[[Settings], Scenario]] = {
     "verify": disks.verify,
     "build": disks.build,
     "start": disks.startup,
+    "clustered": clustered.clustered,
     "profile": profiling.profile,
 }
 APART = {"profile"}  # asked for by name
