@@ -509,7 +509,7 @@ async def deaf_until_kept(
         way.back = False
 
         async def mend() -> None:
-            while not await kept(near):
+            while not await kept(near):  # noqa: ASYNC110 - it polls what has no event
                 await asyncio.sleep(0.01)
             way.mend()
 
