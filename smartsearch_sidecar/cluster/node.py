@@ -182,10 +182,10 @@ class Node:
         """The run's latch is closed by whoever closes it first; the servers say who that was."""
         own = self.own
         await own.latched.wait()
-        with contextlib.suppress(errors.LedgerFailed):  # then all the more: the others must know
-            await own.latch_durable()
         self.leasing.wake()
         self._say.set()
+        with contextlib.suppress(errors.LedgerFailed):  # then all the more: the others must know
+            await own.latch_durable()
         cause = own.state.cause
         if cause is None:
             raise errors.InvariantBroken("a closed latch has no cause")
