@@ -125,7 +125,7 @@ async def test_nothing_found_is_an_empty_answer() -> None:
         lambda _query: SizedOnly(),
         [UserDict(doc()), Unreadable()],
     ],
-    ids=lambda value: repr(value)[:40],
+    ids=lambda value: "made by code" if callable(value) else repr(value)[:40],
 )
 async def test_unusable_documents_are_named(answer: Any) -> None:
     """Each broken rule of a document is ``document_invalid``, never a crash, never an answer."""

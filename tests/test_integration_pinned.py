@@ -214,7 +214,7 @@ def test_pieces_after_a_failed_one_are_not_sent(server: RewardServer, tmp_path: 
     server.answers["/reward/batch"] = (502, error("helper_timeout"))
     with pytest.raises(RuntimeError, match="helper_timeout"):
         run.reward_fn(batch_of(run, rows(64 * 9)), return_dict=True)
-    assert len(server.asked("/reward/batch")) <= 4
+    assert len(server.asked("/reward/batch")) <= 2  # as many as are asked at once
 
 
 @pytest.mark.usefixtures("pinned")

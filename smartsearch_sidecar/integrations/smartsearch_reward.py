@@ -253,7 +253,8 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
         with _FAILED.guarding("no rewards for a batch"):
             batches = [items[at : at + BATCH_MAX] for at in range(0, len(items), BATCH_MAX)]
             with ThreadPoolExecutor(BATCHES_AT_ONCE) as pool:
-                for batch, scored in zip(batches, pool.map(_ask_batch, batches), strict=True):
+                ask = _until_one_fails(_ask_batch)
+                for batch, scored in zip(batches, pool.map(ask, batches), strict=True):
                     for item, reward in zip(batch, scored, strict=True):
                         rewards[_key(item)].append(reward)
         second.tokenizer, second.compute_score = _Reading(self.tokenizer), read
@@ -262,6 +263,22 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(result, dict):
             result.setdefault("reward_extra_info", {})
         return result
+
+    return call
+
+
+def _until_one_fails(ask: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
+    """Asks nothing more once a call has failed: what follows it is never looked at."""
+    failed: list[bool] = []
+
+    def call(batch: Any) -> list[float]:
+        if failed:
+            return []
+        try:
+            return ask(batch)
+        except BaseException:
+            failed.append(True)
+            raise
 
     return call
 
