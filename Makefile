@@ -24,6 +24,9 @@ UV := uv==0.13.9
 $(shell [ ! -e $(VENV)/.stamp-runtime ] || $(BIN)/python -c '' 2>/dev/null || rm -f $(VENV)/.stamp-*)
 # Words for pytest: make test PYTEST="tests/test_config.py -x"
 PYTEST ?=
+# Most tests wait for processes and disks, so more run at once than a small machine has cores. A file
+# stays with one worker, which keeps what its tests share. `make test WORKERS=` runs them in order.
+WORKERS ?= -n 3 --dist loadfile
 
 .PHONY: help setup run test check format bench soak lock readme clean
 
@@ -36,7 +39,7 @@ run: $(VENV)/.stamp-runtime $(VITAL) ## a demo run on this machine: corpus, inde
 	$(BIN)/smartsearch-sidecar demo
 
 test: setup ## the whole suite, without soak
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST)
 
 check: setup ## format, lint, types, arrows and doors
 	$(BIN)/ruff format --check .
