@@ -494,6 +494,28 @@ async def test_overflow_while_writing_stops_the_task(
         assert latch["cause"] == "ledger_failed"
 
 
+async def test_overflow_while_a_batch_gathers_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure in the moment before a batch is taken leaves the journal as it was."""
+    monkeypatch.setattr(writer_module, "QUEUE_RECORDS_MAX", 2)
+    disk = CountingDisk()
+    async with writing(tmp_path / "run", disk=disk) as run:
+        await asyncio.sleep(0)
+        first = run.writer.post_for_receipt(record(1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the task has seen it, and waits for what follows
+        run.writer.post(record(2))
+        with pytest.raises(errors.LedgerFailed):
+            run.writer.post(record(3))
+        with pytest.raises(errors.LedgerFailed):
+            await first
+        await run.writer.close()
+        assert not {"rotate:before", "write:before"}.intersection(disk.points)
+        assert run.latch() is not None
+        assert len(run.failures) == 1
+
+
 async def test_second_failure_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that fails after the ledger has failed changes no cause, and frees who waits."""
     monkeypatch.setattr(writer_module, "QUEUE_RECORDS_MAX", 2)

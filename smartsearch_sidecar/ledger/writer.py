@@ -209,6 +209,8 @@ class Writer:
                 continue
             await self._gather()
             self._take(batch)
+            if not batch:
+                continue  # a failure while it gathered has emptied the queue: nothing is written
             self._busy = True
             await self._write_batch(loop, batch)
             self._busy = False
