@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.bus import Bus
+from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
 from smartsearch_sidecar.cluster.digests import Backlog, Watermark, decode_batch
-
-RETRY_SECONDS: Final = 0.1  # between attempts while the servers do not answer
 
 
 class AnswerStream:

@@ -10,7 +10,10 @@ Times of other machines' clocks appear nowhere: what matters is when something w
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
+
+RETRY_SECONDS: Final = 0.1
+"""Between attempts of who goes on asking while the servers do not answer."""
 
 
 class Entry(NamedTuple):

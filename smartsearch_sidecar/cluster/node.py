@@ -16,7 +16,7 @@ import structlog
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.answers import AnswerStream
-from smartsearch_sidecar.cluster.bus import Asked, Bus
+from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Asked, Bus
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.joining import REGISTERED, WITHDRAWN, agree, register, withdraw
 from smartsearch_sidecar.cluster.lease import Amounts
@@ -32,7 +32,6 @@ STATE: Final = "state"
 CLAIM: Final = "claim"
 READ_SECONDS: Final = 600.0  # a late node reads all answers there are before it serves
 DETAIL_CHARACTERS: Final = 2000  # of a cause, where the others keep it
-RETRY_SECONDS: Final = 0.1
 TICKS: Final = 2  # looks at the clock a beat
 UNHEARD_SHARE: Final = 0.6
 """Of lost_seconds: a word that nobody has confirmed for so long was said to nobody. Longer than

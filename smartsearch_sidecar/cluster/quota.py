@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.bus import Bus
+from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
 from smartsearch_sidecar.cluster.lease import (
     HELPER_CALLS,
     OUTPUT_TOKENS,
@@ -33,7 +33,6 @@ from smartsearch_sidecar.cluster.lease import (
 from smartsearch_sidecar.runstate import RunState
 
 QUOTA: Final = "quota"
-RETRY_SECONDS: Final = 0.1  # between rounds while the servers do not answer
 
 
 def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
