@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
-from tests.web.browser import Page, installed, running, tab
+from tests.web.browser import Page
 
 WORD = "document.getElementById('word').textContent"
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -23,24 +23,6 @@ TEXT_OF = "Array.from(document.querySelectorAll({0!r}), (one) => one.innerText)"
 
 # A browser starts first, on a machine that is shared.
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One browser for all; where it listens."""
-    program = installed()
-    if program is None:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
-    with running(program, tmp_path_factory.mktemp("browser")) as address:
-        yield address
-
-
-@pytest.fixture
-async def page(browser: str) -> AsyncIterator[Page]:
-    """A tab that shares nothing with those of other tests."""
-    async with tab(browser) as fresh:
-        await fresh.look(width=1280)
-        yield fresh
 
 
 @asynccontextmanager

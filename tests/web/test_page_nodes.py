@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import joined
 from tests.fakes.served import served
-from tests.web.browser import Page, installed, running, tab
+from tests.web.browser import Page
 from tests.web.test_page import WORD, rows, shown
 
 NODES = "document.getElementById('nodes').innerText"
@@ -18,45 +17,27 @@ NODES = "document.getElementById('nodes').innerText"
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where a browser listens."""
-    program = installed()
-    if program is None:
-        pytest.skip("no Chromium is installed: apt-get install chromium")
-    with running(program, tmp_path_factory.mktemp("browser")) as listens:
-        yield listens
-
-
-@pytest.fixture
-async def fresh(address: str) -> AsyncIterator[Page]:
-    """A tab of its own."""
-    async with tab(address) as one:
-        await one.look(width=1280)
-        yield one
-
-
-async def test_a_row_for_every_node(tmp_path: Path, fresh: Page) -> None:
+async def test_a_row_for_every_node(tmp_path: Path, page: Page) -> None:
     """The page names every node, its state and its journal, and speaks for the run."""
     ground = Ground()
-    async with joined(tmp_path, ground, "a", 2) as first, shown(fresh, first):
-        await fresh.until(f"{NODES}.includes('not joined yet')")
-        assert await fresh.ask(WORD) == "Pending"
+    async with joined(tmp_path, ground, "a", 2) as first, shown(page, first):
+        await page.until(f"{NODES}.includes('not joined yet')")
+        assert await page.ask(WORD) == "Pending"
         async with joined(tmp_path, ground, "b", 2) as second:
             assert (await second.execute("a question"))[0] == 200
-            await fresh.until(f"{WORD} === 'Good'")
-            await fresh.until(f"{NODES}.includes('All\\thealthy\\tconnected\\t1\\t1')")
-            own, other, _ = await rows(fresh, "#nodes")
+            await page.until(f"{WORD} === 'Good'")
+            await page.until(f"{NODES}.includes('All\\thealthy\\tconnected\\t1\\t1')")
+            own, other, _ = await rows(page, "#nodes")
             assert own.startswith("a (this one)\thealthy\t")
             assert other.startswith("b\thealthy\t")
-            assert "9,999" in (await rows(fresh, "#quotas"))[0]
+            assert "9,999" in (await rows(page, "#quotas"))[0]
             await second.internal("POST", "/latch", {"reason": "enough"})
-            await fresh.until(f"{WORD} === 'Failed'")
-            await fresh.until(f"{NODES}.includes('failed: op')")
-            assert "on node b: enough" in await fresh.text("#failure")
+            await page.until(f"{WORD} === 'Failed'")
+            await page.until(f"{NODES}.includes('failed: op')")
+            assert "on node b: enough" in await page.text("#failure")
 
 
-async def test_a_run_of_one_has_no_such_table(tmp_path: Path, fresh: Page) -> None:
+async def test_a_run_of_one_has_no_such_table(tmp_path: Path, page: Page) -> None:
     """Where there are no other nodes, the page says nothing of them."""
-    async with served(tmp_path / "run") as run, shown(fresh, run):
-        assert await fresh.ask("document.getElementById('fleet').hidden")
+    async with served(tmp_path / "run") as run, shown(page, run):
+        assert await page.ask("document.getElementById('fleet').hidden")
