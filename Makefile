@@ -22,7 +22,7 @@ VITAL_SHA256 := 05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052
 UV := uv==0.13.9
 # An environment whose interpreter is gone (an upgrade, a moved folder) is made again.
 $(shell [ ! -e $(VENV)/.stamp-runtime ] || $(BIN)/python -c '' 2>/dev/null || rm -f $(VENV)/.stamp-*)
-# Words for pytest: make test PYTEST="tests/test_config.py -x"
+# Words for pytest: make test PYTEST="tests/config/test_config.py -x"
 PYTEST ?=
 # Most tests wait for processes and disks, so more run at once than a small machine has cores. A file
 # stays with one worker, which keeps what its tests share. `make test WORKERS=` runs them in order.

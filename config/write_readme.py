@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from smartsearch_sidecar.config import schema, wording
+from smartsearch_sidecar.config import messages, schema
 from smartsearch_sidecar.config.profiles import PRESETS
 
 INTRODUCTION = """\
@@ -81,7 +81,7 @@ def _default(key: str) -> str:
 
 
 def _code(value: object) -> str:
-    return f"`{wording.shown(value)}`"
+    return f"`{messages.shown(value)}`"
 
 
 def main() -> None:

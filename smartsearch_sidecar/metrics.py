@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from smartsearch_sidecar.ledger.record import Kind
+from smartsearch_sidecar.run.record import Kind
 
 Type = Literal["counter", "gauge", "histogram"]
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # the writer run in tasks of their own, so nothing that serves is excused by them.
 BEFORE_AND_AFTER: dict[str, set[str]] = {
     "smartsearch_sidecar/config/loading.py": {"load"},
-    "smartsearch_sidecar/daemon.py": {"run"},
+    "smartsearch_sidecar/process/daemon.py": {"run"},
     "smartsearch_sidecar/retrieval/canaries.py": {"load"},
 }
 

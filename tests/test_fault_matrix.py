@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from smartsearch_sidecar import errors, status
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRag
+from smartsearch_sidecar.gate import health as health_module
 from smartsearch_sidecar.ledger.disk import LATCH, Disk
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
-from smartsearch_sidecar.retrieval.flashrag import from_config
+from smartsearch_sidecar.retrieval.flashrag.provider import from_config
 from tests.fakes import faults as do
 from tests.fakes.disk import FailingSync, FullDisk, ReadOnlyDisk
 from tests.fakes.faults import (
@@ -394,7 +395,7 @@ async def test_hung_provider_does_not_hang_the_gate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Health of a provider that does not say any more what it serves is an answer, and no."""
-    monkeypatch.setattr(status, "IDENTITY_SECONDS", 0.05)
+    monkeypatch.setattr(health_module, "IDENTITY_SECONDS", 0.05)
     async with served(tmp_path / "run", provider=NamelessProvider()) as run:
         code, health = await run.health()
         assert (code, health["cause"]["cause"]) == (503, "retrieval_failed")

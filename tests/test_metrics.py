@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from smartsearch_sidecar.ledger.record import Kind
 from smartsearch_sidecar.metrics import RECENT_REQUESTS, TABLE, Histogram, Observer
+from smartsearch_sidecar.run.record import Kind
 from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded

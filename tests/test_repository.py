@@ -52,9 +52,9 @@ OPENS_FILES: dict[str, str] = {
 OPENERS = {"open", "read_bytes", "read_text", "write_bytes", "write_text", "mkstemp", "mkdtemp"}
 
 # The two halves of aiohttp, which import contracts cannot tell apart, and the standard library's.
-SERVER_HALF = ("smartsearch_sidecar/web/", "smartsearch_sidecar/daemon.py")
+SERVER_HALF = ("smartsearch_sidecar/web/", "smartsearch_sidecar/process/daemon.py")
 CLIENT_HALF = (
-    "smartsearch_sidecar/retrieval/flashrag.py",
+    "smartsearch_sidecar/retrieval/flashrag/provider.py",
     "smartsearch_sidecar/reward/helper.py",
     "smartsearch_sidecar/client.py",
     "smartsearch_sidecar/integrations/",

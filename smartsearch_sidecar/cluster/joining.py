@@ -17,8 +17,8 @@ from smartsearch_sidecar.cluster.agreement import (
     require_agreement,
 )
 from smartsearch_sidecar.cluster.bus import Bus
-from smartsearch_sidecar.cluster.lease import Amounts
 from smartsearch_sidecar.cluster.nodestate import Registration
+from smartsearch_sidecar.cluster.quota_leases import Amounts
 from smartsearch_sidecar.config import Config
 
 AGREEMENT: Final = "agreement"

@@ -19,13 +19,13 @@ from smartsearch_sidecar.cluster.answers import AnswerStream
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Asked, Bus
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.joining import REGISTERED, WITHDRAWN, agree, register, withdraw
-from smartsearch_sidecar.cluster.lease import Amounts
+from smartsearch_sidecar.cluster.local_run import Connect, Own
+from smartsearch_sidecar.cluster.membership import BEATS, Company, Verdict
 from smartsearch_sidecar.cluster.nodestate import NodeState, Registration
-from smartsearch_sidecar.cluster.own import Connect, Own
-from smartsearch_sidecar.cluster.presence import BEATS, Company, Verdict
-from smartsearch_sidecar.cluster.quota import Leasing
+from smartsearch_sidecar.cluster.quota_leaser import Leasing
+from smartsearch_sidecar.cluster.quota_leases import Amounts
 from smartsearch_sidecar.config import Cluster
-from smartsearch_sidecar.runstate import Cause
+from smartsearch_sidecar.run.state import Cause
 
 LATCH: Final = "latch"
 STATE: Final = "state"

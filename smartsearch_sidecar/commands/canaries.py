@@ -11,7 +11,7 @@ import typer
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.retrieval.canaries import Canary, dump, record
-from smartsearch_sidecar.retrieval.flashrag import FlashragProvider
+from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 
 app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a retriever's identity.")
 

@@ -15,7 +15,7 @@ from smartsearch_sidecar.client import (
     Client,
     find_endpoints,
 )
-from smartsearch_sidecar.web.remedies import GOING_ON, remedy
+from smartsearch_sidecar.remedies import GOING_ON, remedy
 
 RunDir = Annotated[
     Path | None,

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from smartsearch_sidecar import daemon
 from smartsearch_sidecar.client import Client
 from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.errors import SidecarError, UsageError
-from smartsearch_sidecar.listening import Endpoints
-from smartsearch_sidecar.service import Service
+from smartsearch_sidecar.process import daemon
+from smartsearch_sidecar.process.endpoints import Endpoints
+from smartsearch_sidecar.search.service import Service
 
 QUESTION = "Who discovered penicillin?"
 

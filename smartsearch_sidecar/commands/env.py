@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import environment_digest
-from smartsearch_sidecar.ledger.sentences import printable
+from smartsearch_sidecar.contract.execute import environment_digest
+from smartsearch_sidecar.ledger.describe import printable
 
 app = typer.Typer(name="env", help="The environments of a dataset.", no_args_is_help=True)
 

@@ -18,10 +18,10 @@ from rich.progress import Progress as Bars
 
 from smartsearch_sidecar.commands.progress import MIB, PLAIN_SECONDS
 from smartsearch_sidecar.errors import UsageError
-from smartsearch_sidecar.retrieval.build import Progress
-from smartsearch_sidecar.retrieval.build import build as build_index
-from smartsearch_sidecar.retrieval.formats import Format
-from smartsearch_sidecar.retrieval.manifest import Manifest
+from smartsearch_sidecar.retrieval.bm25.build import Progress
+from smartsearch_sidecar.retrieval.bm25.build import build as build_index
+from smartsearch_sidecar.retrieval.bm25.formats import Format
+from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
 
 app = typer.Typer(name="index", help="Make the index that is searched.", no_args_is_help=True)
 

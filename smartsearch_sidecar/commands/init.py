@@ -13,7 +13,8 @@ import typer
 
 import smartsearch_sidecar
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.beginning import (
+from smartsearch_sidecar.client import ENDPOINTS_VARIABLE
+from smartsearch_sidecar.commands.init_plan import (
     CONFIG_NAME,
     EXECUTE_NAME,
     INTERNAL_NAME,
@@ -25,7 +26,6 @@ from smartsearch_sidecar.beginning import (
     sized,
     written,
 )
-from smartsearch_sidecar.client import ENDPOINTS_VARIABLE
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.doctor.loopback import export_line
 

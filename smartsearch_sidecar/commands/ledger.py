@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.commands.ledger_words import (
+from smartsearch_sidecar.commands.ledger_output import (
     replayed_json,
     replayed_words,
     reports,
@@ -27,13 +27,13 @@ from smartsearch_sidecar.commands.ledger_words import (
 )
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
+from smartsearch_sidecar.ledger.describe import Tone, printable
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.replay import Replayed
 from smartsearch_sidecar.ledger.replay import replay as replay_run
-from smartsearch_sidecar.ledger.sentences import Tone, printable
 from smartsearch_sidecar.ledger.show import Filter, Shown, json_line, shown
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt
 from smartsearch_sidecar.ledger.verify import verify as verify_run
@@ -224,7 +224,7 @@ def replay(
 
 async def _replay(run: Path, config: Config, progress: Progress) -> tuple[Replayed, list[str]]:
     from smartsearch_sidecar.retrieval.guard import Guard
-    from smartsearch_sidecar.retrieval.providers import open_configured
+    from smartsearch_sidecar.retrieval.registry import open_configured
 
     claim = await asyncio.to_thread(lambda: RunReader(run).read(CLAIM))
     claimed = json.loads(claim or b"{}").get("retrieval", {})

@@ -24,17 +24,17 @@ from smartsearch_sidecar.client import Client, Endpoints
 from smartsearch_sidecar.commands import questions as asked
 from smartsearch_sidecar.commands.progress import PLAIN_SECONDS
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.rehearsal.rank import Part, ask
-from smartsearch_sidecar.rehearsal.scratch import scratch_text
-from smartsearch_sidecar.rehearsal.shape import DECLINED, THREADS_PER_RANK
-from smartsearch_sidecar.rehearsal.stage import Cast, scratch_sidecar
-from smartsearch_sidecar.rehearsal.tally import (
+from smartsearch_sidecar.load_test.client_worker import Part, ask
+from smartsearch_sidecar.load_test.processes import Cast, scratch_sidecar
+from smartsearch_sidecar.load_test.report import (
     Played,
     Tally,
     as_json,
     reasons,
     suggestions,
 )
+from smartsearch_sidecar.load_test.scratch import scratch_text
+from smartsearch_sidecar.load_test.shape import DECLINED, THREADS_PER_RANK
 
 ALONE = 20  # searches asked one at a time before the ranks begin
 LOOK_SECONDS = 0.5

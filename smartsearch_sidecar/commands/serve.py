@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from smartsearch_sidecar import daemon
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.listening import Endpoints
-from smartsearch_sidecar.runstate import Cause
-from smartsearch_sidecar.service import Service
-from smartsearch_sidecar.web.remedies import GOING_ON, remedy
+from smartsearch_sidecar.process import daemon
+from smartsearch_sidecar.process.endpoints import Endpoints
+from smartsearch_sidecar.remedies import GOING_ON, remedy
+from smartsearch_sidecar.run.state import Cause
+from smartsearch_sidecar.search.service import Service
 
 
 def serve(

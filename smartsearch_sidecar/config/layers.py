@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import schema, wording
+from smartsearch_sidecar.config import messages, schema
 
 FILE_BYTES_MAX = 1024 * 1024  # a configuration is a few KiB; a corpus named by mistake is not read
 
@@ -49,13 +49,13 @@ def from_environ(environ: Mapping[str, str], base: Path) -> Layer:
     """The layer of ``SMARTSEARCH_SIDECAR__SECTION__KEY`` variables."""
     layer = Layer()
     for name in sorted(environ):
-        if not name.upper().startswith(wording.ENV_PREFIX):
+        if not name.upper().startswith(messages.ENV_PREFIX):
             continue
-        key = name[len(wording.ENV_PREFIX) :].lower().replace("__", ".")
+        key = name[len(messages.ENV_PREFIX) :].lower().replace("__", ".")
         if key in schema.SECTIONS:
-            layer.problems.append(wording.not_a_key(key, name))
+            layer.problems.append(messages.not_a_key(key, name))
         elif key not in schema.FIELDS:
-            layer.problems.append(wording.unknown(key, "", as_env=True))
+            layer.problems.append(messages.unknown(key, "", as_env=True))
         else:
             layer.settings[key] = Setting(_read_words(key, environ[name]), name, base)
     return layer
@@ -68,9 +68,9 @@ def from_overrides(overrides: Mapping[str, Any], base: Path) -> Layer:
         if value is None:
             continue
         if key in schema.SECTIONS:
-            layer.problems.append(wording.not_a_key(key, "command line"))
+            layer.problems.append(messages.not_a_key(key, "command line"))
         elif key not in schema.FIELDS:
-            layer.problems.append(wording.unknown(key, "command line"))
+            layer.problems.append(messages.unknown(key, "command line"))
         else:
             layer.settings[key] = Setting(value, "command line", base)
     return layer
@@ -118,11 +118,11 @@ def _flatten(table: dict[str, Any], prefix: str, layer: Layer, source: str, base
                 layer.sections.add(key)
                 _flatten(value, f"{key}.", layer, source, base)
             else:
-                layer.problems.append(wording.not_a_key(key, source))
+                layer.problems.append(messages.not_a_key(key, source))
         elif key not in schema.FIELDS:
-            layer.problems.append(wording.unknown(key, source))
+            layer.problems.append(messages.unknown(key, source))
         elif isinstance(value, dict):
-            layer.problems.append(wording.not_a_section(key, source))
+            layer.problems.append(messages.not_a_section(key, source))
         else:
             layer.settings[key] = Setting(value, source, base)
 

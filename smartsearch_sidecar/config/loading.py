@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import schema, wording
+from smartsearch_sidecar.config import messages, schema
 from smartsearch_sidecar.config.layers import (
     Setting,
     from_environ,
@@ -60,7 +60,7 @@ def load(
     )
     problems += refused
     if problems or config is None:
-        raise errors.ConfigError(wording.joined(problems))
+        raise errors.ConfigError(messages.joined(problems))
     return config
 
 
@@ -80,7 +80,7 @@ def _read_secrets(settings: dict[str, Setting]) -> list[str]:
                 words = file.read(SECRET_FILE_BYTES_MAX).decode("ascii", "replace").strip()
         except OSError as exc:
             problems.append(
-                f"{key}_file = {wording.shown(setting.value)} ({setting.source}) cannot be read "
+                f"{key}_file = {messages.shown(setting.value)} ({setting.source}) cannot be read "
                 f"({exc.strerror or exc}): name a file this user may read."
             )
         else:
@@ -157,4 +157,4 @@ def _validated(
     try:
         return Config.model_validate(nested), []
     except ValidationError as exc:
-        return None, wording.validation(exc, sources)
+        return None, messages.validation(exc, sources)

@@ -15,8 +15,8 @@ from pathlib import Path
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
-from smartsearch_sidecar.listening import bind
-from smartsearch_sidecar.rehearsal.shape import CLIENT_SECONDS, THREADS_PER_RANK
+from smartsearch_sidecar.load_test.shape import CLIENT_SECONDS, THREADS_PER_RANK
+from smartsearch_sidecar.process.endpoints import bind
 
 OTHER_DESCRIPTORS = 256
 """Beside connections: journal, index, helper and retriever; the daemon asks for the same."""

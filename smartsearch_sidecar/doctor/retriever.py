@@ -9,10 +9,10 @@ from typing import Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
-from smartsearch_sidecar.ledger.record import Kind, draft, encode_line
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
-from smartsearch_sidecar.retrieval.providers import Progress, open_configured
+from smartsearch_sidecar.retrieval.registry import Progress, open_configured
+from smartsearch_sidecar.run.record import Kind, draft, encode_line
 
 TOP_N: Final = 5
 SEARCH_BYTES: Final = 6 * 1024

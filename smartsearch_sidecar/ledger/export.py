@@ -26,13 +26,13 @@ from typing import Any, Final
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import ExecuteRules
+from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.ledger.disk import CLAIM, DIRECTORY_MODE, FILE_MODE, LATCH
 from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.queries import recorded_query, rules_of
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.record import Kind, Line
+from smartsearch_sidecar.ledger.recorded_queries import recorded_query, rules_of
 from smartsearch_sidecar.ledger.recovery import read_latch
+from smartsearch_sidecar.run.record import Kind, Line
 
 TOP_N: Final = 5
 SOURCE: Final = "smartsearch.wikipedia_search"

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.record import (
+from smartsearch_sidecar.run.record import (
     Kind,
     Line,
     begins_with_record,
@@ -23,7 +23,7 @@ from smartsearch_sidecar.ledger.record import (
     decode_line,
     line_sum,
 )
-from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.run.state import RunState
 
 LINE_BYTES_MAX = 256 * 1024 * 1024
 """Bytes of one line: five documents of 8 Mi characters, escaped and in UTF-8, still fit."""

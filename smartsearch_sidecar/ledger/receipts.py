@@ -15,7 +15,7 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.record import Kind, Line
+from smartsearch_sidecar.run.record import Kind, Line
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # What the receipt of a checkpoint and its record both say.

@@ -22,9 +22,9 @@ from typing import Any, Final, Protocol
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.queries import recorded_query, recorded_top_n, rules_of
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.record import Kind, Line
+from smartsearch_sidecar.ledger.recorded_queries import recorded_query, recorded_top_n, rules_of
+from smartsearch_sidecar.run.record import Kind, Line
 
 TIE: Final = 1e-5
 """Relative difference of two scores that are as good as equal: single precision, summed."""

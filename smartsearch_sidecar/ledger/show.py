@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.record import KINDS, Line
-from smartsearch_sidecar.ledger.sentences import Tone, printable, sentence, tone
+from smartsearch_sidecar.ledger.describe import Tone, printable, sentence, tone
+from smartsearch_sidecar.run.record import KINDS, Line
 
 # --- which ----------------------------------------------------------------------------------------
 

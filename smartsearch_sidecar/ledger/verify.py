@@ -22,10 +22,10 @@ from smartsearch_sidecar.ledger.disk import CLAIM, LATCH
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Problem, Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.receipts import CheckpointReceipt, hold
-from smartsearch_sidecar.ledger.record import Kind, Line, claim_digest
 from smartsearch_sidecar.ledger.recovery import Action, Ending, Verdict, judge, read_latch
-from smartsearch_sidecar.ledger.reopen import observe
-from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.ledger.resume import observe
+from smartsearch_sidecar.run.record import Kind, Line, claim_digest
+from smartsearch_sidecar.run.state import RunState
 
 __all__ = ["CheckpointReceipt", "Verification", "describe_previous", "verify"]
 

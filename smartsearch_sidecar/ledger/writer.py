@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.disk_thread import Hand
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
-from smartsearch_sidecar.ledger.hand import Hand
-from smartsearch_sidecar.ledger.record import Draft, Kind, encode_json, encode_line
+from smartsearch_sidecar.run.record import Draft, Kind, encode_json, encode_line
 
 # Bounds one write to a few MB, so that no receipt waits for a whole backlog.
 BATCH_RECORDS_MAX = 512

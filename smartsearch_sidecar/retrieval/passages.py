@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import result_of
+from smartsearch_sidecar.contract.execute import result_of
 
 TEXT_CHARACTERS_MAX = 8 * 1024 * 1024  # one document field; the reference's bound
 REMEMBERED_PASSAGES = 4096  # a few MB of usual passages

@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.meter import Reservation
 from smartsearch_sidecar.reward.wire import HelperAnswer
+from smartsearch_sidecar.run.helper_budget import Reservation
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, Literal, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.meter import MAX_NEW_TOKENS, Usage
+from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, Usage
 
 TEMPERATURE: Final = 0.6
 STOP: Final = ("</answer>",)

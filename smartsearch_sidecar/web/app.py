@@ -17,11 +17,12 @@ from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.scoring import Scoring
-from smartsearch_sidecar.service import Answer, Service
+from smartsearch_sidecar.scoring.service import Scoring
+from smartsearch_sidecar.search.service import Answer, Service
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.operator import OperatorRoutes
+from smartsearch_sidecar.web.other_clients import SearchRoutes
 from smartsearch_sidecar.web.routes import (
     STATUS,
     Capabilities,
@@ -29,10 +30,9 @@ from smartsearch_sidecar.web.routes import (
     error_payload,
     require_json,
 )
-from smartsearch_sidecar.web.searches import SearchRoutes
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.fleet import Fleet
+    from smartsearch_sidecar.gate.cluster import Fleet
 
 PROBES = frozenset({"/livez", "/readyz"})
 

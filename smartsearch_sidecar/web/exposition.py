@@ -23,14 +23,14 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from smartsearch_sidecar import __version__
-from smartsearch_sidecar.admission import Slots
+from smartsearch_sidecar.gate.health import status_report
 from smartsearch_sidecar.metrics import PREFIX, TABLE, Histogram, Observer
-from smartsearch_sidecar.scoring import Scoring
-from smartsearch_sidecar.service import Service
-from smartsearch_sidecar.status import status_report
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.scoring.service import Scoring
+from smartsearch_sidecar.search.service import Service
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.fleet import Fleet
+    from smartsearch_sidecar.gate.cluster import Fleet
 
 # Labels' values, and the sample: a number, or a histogram with so many further values of 0.
 Sample = tuple[tuple[str, ...], float | tuple[Histogram, int]]

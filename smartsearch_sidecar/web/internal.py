@@ -14,17 +14,17 @@ import orjson
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
-from smartsearch_sidecar.contract_reward import RewardItem, parse_reward, parse_reward_batch
-from smartsearch_sidecar.scoring import Scoring, as_reward_failure
-from smartsearch_sidecar.service import Service
-from smartsearch_sidecar.status import health_report, status_report
+from smartsearch_sidecar.contract.reward import RewardItem, parse_reward, parse_reward_batch
+from smartsearch_sidecar.gate.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
+from smartsearch_sidecar.gate.health import health_report, status_report
+from smartsearch_sidecar.scoring.service import Scoring, as_reward_failure
+from smartsearch_sidecar.search.service import Service
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.routes import Target
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.fleet import Fleet
+    from smartsearch_sidecar.gate.cluster import Fleet
 
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 OPERATOR_BYTES_MAX = 65536  # a reason, a path

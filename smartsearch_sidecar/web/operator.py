@@ -17,15 +17,15 @@ import orjson
 from aiohttp import web
 
 from smartsearch_sidecar import __version__, errors
-from smartsearch_sidecar.ledger.queries import readable_query
-from smartsearch_sidecar.ledger.sentences import printable
+from smartsearch_sidecar.ledger.describe import printable
+from smartsearch_sidecar.ledger.recorded_queries import readable_query
+from smartsearch_sidecar.ledger.recorder import sayable
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
-from smartsearch_sidecar.recorder import sayable
+from smartsearch_sidecar.remedies import GOING_ON, remedy
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.exposition import Sources, exposition
 from smartsearch_sidecar.web.history import COLUMNS, TICK_SECONDS, History, Snapshot
 from smartsearch_sidecar.web.page import HEADERS, HTML
-from smartsearch_sidecar.web.remedies import GOING_ON, remedy
 
 VIEWERS_MAX: Final = 16  # each costs a few KB a second and a connection
 LISTED_A_TICK: Final = 4  # requests; a list of every one would change faster than anybody reads

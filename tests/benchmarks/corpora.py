@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from smartsearch_sidecar.retrieval.words import ANALYZER
+from smartsearch_sidecar.retrieval.bm25.analysis import ANALYZER
 from tests.benchmarks.load import NUMBER, write_bodies
 from tests.benchmarks.settings import Unmeasured
 from tests.fakes.process import ROOT, environment

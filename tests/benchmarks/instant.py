@@ -35,9 +35,9 @@ class Instant(FakeProvider):
 
 async def serve(config: Path, directory: Path, seconds: float) -> int:
     """Serves until SIGTERM."""
-    from smartsearch_sidecar import logs
     from smartsearch_sidecar.config import load
-    from smartsearch_sidecar.daemon import Daemon
+    from smartsearch_sidecar.process import logs
+    from smartsearch_sidecar.process.daemon import Daemon
 
     loaded = load(config, overrides={"run.directory": str(directory)})
     daemon = Daemon(loaded, provider=Instant(seconds=seconds))

@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from smartsearch_sidecar.admission import Slots
-from smartsearch_sidecar.contract import ExecuteCall, ExecuteRules, parse_execute
+from smartsearch_sidecar.contract.execute import ExecuteCall, ExecuteRules, parse_execute
 from smartsearch_sidecar.ledger.file import RunFiles
-from smartsearch_sidecar.ledger.record import Draft, Kind, draft, encode_line
 from smartsearch_sidecar.ledger.writer import wall_clock
-from smartsearch_sidecar.listening import bind
+from smartsearch_sidecar.process.endpoints import bind
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.run.record import Draft, Kind, draft, encode_line
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.run.state import RunState
 from smartsearch_sidecar.web.edge import EdgeRequest, EdgeServer, Reply, listen, response_head
 from smartsearch_sidecar.web.edge import serve as serve_edge
 from smartsearch_sidecar.web.routes import Capabilities, declared_length, require_json

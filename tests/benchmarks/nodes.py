@@ -24,7 +24,9 @@ from rich.table import Table
 
 from smartsearch_sidecar.cluster.canonical import VALUE_BYTES_MAX
 from smartsearch_sidecar.cluster.digests import Backlog, decode_batch
-from smartsearch_sidecar.cluster.lease import (
+from smartsearch_sidecar.cluster.membership import BEATS, Company
+from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
     Allowance,
     Leases,
@@ -33,8 +35,6 @@ from smartsearch_sidecar.cluster.lease import (
     leased,
     pause,
 )
-from smartsearch_sidecar.cluster.nodestate import NodeState, Word
-from smartsearch_sidecar.cluster.presence import BEATS, Company
 from smartsearch_sidecar.reward.provenance import AnswerDigests
 
 TOTAL = 10**9

@@ -24,8 +24,8 @@ from typing import Any
 import tantivy
 
 from smartsearch_sidecar.ledger.verify import verify as verify_run
-from smartsearch_sidecar.retrieval.bm25 import verify_and_open
-from smartsearch_sidecar.retrieval.words import CONTENTS, ID, TEXT, TOKENIZER, analyzer
+from smartsearch_sidecar.retrieval.bm25.analysis import CONTENTS, ID, TEXT, TOKENIZER, analyzer
+from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 from tests.fakes import rollouts
 from tests.fakes.provider import documents_for
 from tests.fakes.rewarded import QUESTION, SOURCE, SOURCE_SHA256, TRUTH

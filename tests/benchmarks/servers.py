@@ -25,7 +25,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from smartsearch_sidecar.contract import render_execute
+from smartsearch_sidecar.contract.execute import render_execute
 from tests.benchmarks.instant import DOCUMENTS
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256
 
@@ -76,7 +76,7 @@ class Retriever:
         self._seconds = seconds
         self._index: Any = None
         if index is not None:
-            from smartsearch_sidecar.retrieval.bm25 import verify_and_open
+            from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 
             self._index = verify_and_open(index)
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from smartsearch_sidecar.cluster.lease import Leases
+from smartsearch_sidecar.cluster.quota_leases import Leases
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.served import Served, served
 

@@ -12,8 +12,8 @@ import orjson
 
 from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, segment_name
 from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.record import Kind, claim_digest, draft, encode_line
-from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.run.record import Kind, claim_digest, draft, encode_line
+from smartsearch_sidecar.run.state import RunState
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256, documents_for
 
 AT = "2026-12-02T04:13:00.000000Z"

@@ -12,13 +12,13 @@ from typing import Any
 
 import aiohttp
 
-from smartsearch_sidecar.cluster.own import Connect
+from smartsearch_sidecar.cluster.local_run import Connect
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.daemon import Daemon
 from smartsearch_sidecar.ledger.file import Disk
-from smartsearch_sidecar.listening import Endpoints
+from smartsearch_sidecar.process.daemon import Daemon
+from smartsearch_sidecar.process.endpoints import Endpoints
 from smartsearch_sidecar.retrieval.provider import Provider
-from smartsearch_sidecar.service import Service
+from smartsearch_sidecar.search.service import Service
 from tests.fakes.provider import FakeProvider
 
 ENVIRONMENT = "agentinputlab:smartsearch-fixed-wikipedia-v1"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import time
 
-from smartsearch_sidecar import claim
 from smartsearch_sidecar.commands import main
-from smartsearch_sidecar.ledger import writer
+from smartsearch_sidecar.ledger import claim, writer
 
 OFF_SECONDS = -600.0
 

@@ -18,8 +18,8 @@ from smartsearch_sidecar.cluster.agreement import (
 )
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.digests import decode_batch, encode_batch
-from smartsearch_sidecar.cluster.lease import Leases, enrolled, leased
 from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, Word
+from smartsearch_sidecar.cluster.quota_leases import Leases, enrolled, leased
 
 STATE = NodeState("ab12", 1, 27, Word.FAILED, True, True, {"x": 3, "y": 0}, 9, "cd", "deadline")
 LEASES, _ = leased(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.lease import (
+from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
     Allowance,
     Leases,

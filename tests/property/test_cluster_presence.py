@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smartsearch_sidecar.cluster.membership import Company, Verdict
 from smartsearch_sidecar.cluster.nodestate import NodeState, Word
-from smartsearch_sidecar.cluster.presence import Company, Verdict
 
 LOST = 10.0
 NAMES = ("a", "b", "c")

@@ -17,7 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan, Segment
-from smartsearch_sidecar.ledger.record import (
+from smartsearch_sidecar.ledger.recovery import Action, Ending, judge
+from smartsearch_sidecar.ledger.resume import observe
+from smartsearch_sidecar.run.record import (
     KINDS,
     Draft,
     Kind,
@@ -25,9 +27,7 @@ from smartsearch_sidecar.ledger.record import (
     draft,
     encode_line,
 )
-from smartsearch_sidecar.ledger.recovery import Action, Ending, judge
-from smartsearch_sidecar.ledger.reopen import observe
-from smartsearch_sidecar.runstate import RunState
+from smartsearch_sidecar.run.state import RunState
 from tests.fakes.journals import AT, claim_bytes
 
 CLAIM = claim_bytes()

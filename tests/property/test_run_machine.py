@@ -39,21 +39,22 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from smartsearch_sidecar import errors, opening
-from smartsearch_sidecar.admission import Slots
-from smartsearch_sidecar.checkpoints import CheckpointRequest, take_checkpoint
-from smartsearch_sidecar.contract import ExecuteRules
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.execute import ExecuteRules
+from smartsearch_sidecar.gate.checkpoints import CheckpointRequest, take_checkpoint
+from smartsearch_sidecar.gate.health import check
+from smartsearch_sidecar.ledger import start
 from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, LATCH, Disk
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan
-from smartsearch_sidecar.ledger.record import Kind, Line
-from smartsearch_sidecar.ledger.reopen import reopen
-from smartsearch_sidecar.opening import begin, take_directory
+from smartsearch_sidecar.ledger.resume import reopen
+from smartsearch_sidecar.ledger.start import begin, take_directory
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.service import Service, ServicePolicy
-from smartsearch_sidecar.status import check
+from smartsearch_sidecar.run.record import Kind, Line
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.search.service import Service, ServicePolicy
 from tests.crash.harness import expected_cause
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256, documents_for
 from tests.fakes.served import ENVIRONMENT, configured, native_body
@@ -659,7 +660,7 @@ def read_lines(directory: Path) -> list[Line]:
 def drive(seed: int, monkeypatch: pytest.MonkeyPatch, *, runs: int, steps: int) -> None:
     """So many runs of so many steps."""
     print(f"seed {seed}")
-    monkeypatch.setattr(opening, "MIB", SEGMENT_BYTES)
+    monkeypatch.setattr(start, "MIB", SEGMENT_BYTES)
     run_state_machine_as_test(
         hypothesis.seed(seed)(RunMachine),
         settings=settings(

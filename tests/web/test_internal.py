@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from smartsearch_sidecar.daemon import Daemon
+from smartsearch_sidecar.process.daemon import Daemon
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import (
     EXECUTE_CAPABILITY,

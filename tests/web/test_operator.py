@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.remedies import REMEDIES
 from smartsearch_sidecar.web.history import COLUMNS, WHOLE_ROWS, History, Snapshot, quantile
 from smartsearch_sidecar.web.operator import KEPT, LISTED_A_TICK, VIEWERS_MAX
-from smartsearch_sidecar.web.remedies import REMEDIES
 from tests.fakes.disk import ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
@@ -243,7 +243,7 @@ async def test_page_before_the_run_is_loaded(tmp_path: Path) -> None:
 async def _serve_slowly(
     directory: Path, provider: FakeProvider, opened: asyncio.Event
 ) -> dict[str, int]:
-    from smartsearch_sidecar.daemon import Daemon
+    from smartsearch_sidecar.process.daemon import Daemon
     from tests.fakes.served import configured
 
     daemon = Daemon(configured(directory), provider=provider)

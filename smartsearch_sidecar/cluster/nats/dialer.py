@@ -1,0 +1,228 @@
+"""Whether the servers are reached: dials, dials again, and says when that changes.
+
+``connected`` is one rule over reasons why it should be False. Each has a grace of its own, because
+three servers of which one dies are to be noticed by nobody: another server is dialled within a
+pulse, while a new leader among them takes four to nine (NATS's own election, which cannot be
+set). A call that ran out of its time means the same as the longest grace: not connected, until a
+value has been written again. What a server without a quorum still reads out is no proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+from smartsearch_sidecar.cluster.bus import Linked
+from smartsearch_sidecar.cluster.nats.connection import Session
+from smartsearch_sidecar.errors import ClusterRefused, ClusterUnreachable
+
+REDIAL_SECONDS: Final = 0.25
+"""Between two rounds over all servers; short, as each round is a few packets."""
+
+PAUSE_SECONDS: Final = (0.05, 0.5)
+"""Between two tries of one call, from the first to the longest."""
+
+T = TypeVar("T")
+Attempt = Callable[[Session], Awaitable[T]]
+
+
+class Link:
+    """The way to the servers.
+
+    Attributes:
+        patience: the bound of every call, in seconds.
+        pulse: seconds between two looks at whether a server still answers; a change of servers
+            that takes no longer is not called a loss.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], name: str, linked: Linked, *, patience: float, pulse: float
+    ) -> None:
+        # Nodes of one configuration spread over the servers.
+        self._urls = random.sample(urls, len(urls))
+        self._name = name
+        self._linked = linked
+        self.patience = patience
+        self.pulse = pulse
+        self._tls: ssl.SSLContext | None = None
+        self._session: Session | None = None
+        self._arrived = asyncio.Event()
+        self._why = "no NATS server has been dialled yet"
+        self._refused: ClusterRefused | None = None
+        self._prove: Attempt[None] | None = None
+        self._doubted = asyncio.Event()
+        self._counts_from: dict[Hashable, float] = {}
+        self._connected = False
+        self._closed = False
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the servers are reached, as far as is known."""
+        return self._connected
+
+    @property
+    def servers(self) -> int:
+        """How many servers are known of, configured or told of by one another."""
+        return len(self._urls)
+
+    async def dial(self) -> None:
+        """Starts to dial; returns at once."""
+        # Reads the machine's certificates, which takes longer than a turn of the loop may.
+        self._tls = await asyncio.to_thread(ssl.create_default_context)
+        self._keeping = asyncio.create_task(self._keep(self._tls))
+
+    def begin(self, prove: Attempt[None]) -> None:
+        """From here on ``connected`` is told of, and ``prove`` asked after every new session."""
+        self._prove = prove
+        self._connected = True
+        # To have come here is proof.
+        self._counts_from.pop("proof", None)
+
+    async def reach(self) -> Session:
+        """The session, as soon as there is one."""
+        while True:
+            if self._closed:
+                raise ClusterUnreachable("the connection to NATS was closed")
+            if self._refused is not None:
+                raise ClusterUnreachable(self._refused.message)
+            if self._session is not None and not self._session.ended.is_set():
+                return self._session
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def call(self, attempt: Attempt[T], seconds: float | None = None) -> T:
+        """What ``attempt`` returns, tried again over new sessions and leaders within the bound.
+
+        Only for what may be done twice: a read, or a write that names itself to the servers.
+
+        Raises:
+            ClusterUnreachable: within ``seconds`` (``patience`` by default); whether a write has
+                been kept is then not known.
+        """
+        why = ""
+        pause, longest = PAUSE_SECONDS
+        try:
+            async with asyncio.timeout(self.patience if seconds is None else seconds):
+                while True:
+                    session = await self.reach()
+                    try:
+                        return await attempt(session)
+                    except ClusterUnreachable as exc:
+                        why = exc.message
+                    await asyncio.sleep(pause)
+                    pause = min(longest, 1.5 * pause)
+        except TimeoutError:
+            # Whoever is refused for want of an answer finds ``connected`` False.
+            if self._session is None:
+                self.note("session", 0)
+            else:
+                self.note("proof", 0)
+                self._doubted.set()
+            raise ClusterUnreachable(
+                f"NATS does not answer: {why or self._why}; check cluster.nats_url, and that a "
+                "majority of its servers runs with JetStream"
+            ) from None
+
+    def note(self, reason: Hashable, grace: float) -> None:
+        """Counts as not connected in ``grace`` seconds, unless cleared before."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + grace
+        if at < self._counts_from.get(reason, float("inf")):
+            self._counts_from[reason] = at
+            loop.call_at(at, self._weigh)
+            self._weigh()
+
+    def clear(self, reason: Hashable) -> None:
+        """It is well again."""
+        if self._counts_from.pop(reason, None) is not None:
+            self._weigh()
+
+    async def close(self) -> None:
+        """Ends it all; nothing more is told."""
+        self._closed = True
+        self._connected = False
+        self._arrived.set()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            self._keeping = None
+
+    def _weigh(self) -> None:
+        if self._closed or self._prove is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if self._connected and any(at <= now for at in self._counts_from.values()):
+            self._connected = False
+            self._linked(False)
+        elif not self._connected and not self._counts_from:
+            self._connected = True
+            self._linked(True)
+
+    async def _keep(self, tls: ssl.SSLContext) -> None:
+        while True:
+            session = await self._dial(tls)
+            self._session = session
+            self._learn(session)
+            self._arrived.set()
+            self.clear("session")
+            proving = asyncio.create_task(self._proving(session))
+            try:
+                await session.ended.wait()
+            finally:
+                self._session = None
+                proving.cancel()
+                await asyncio.gather(proving, return_exceptions=True)
+                self.note("session", self.pulse)
+                self.note("proof", self.patience)
+                await session.close()
+            self._why = session.why
+            # The one that was lost is the last to be tried again.
+            self._urls.remove(session.url)
+            self._urls.append(session.url)
+
+    async def _dial(self, tls: ssl.SSLContext) -> Session:
+        while True:
+            for url in tuple(self._urls):
+                try:
+                    return await Session.dial(url, name=self._name, tls=tls, pulse=self.pulse)
+                except ClusterUnreachable as exc:
+                    self._why = exc.message
+            await asyncio.sleep(REDIAL_SECONDS)
+
+    def _learn(self, session: Session) -> None:
+        """Servers of the same cluster that this one tells of, to be tried after the configured."""
+        parts = urlsplit(session.url)
+        if parts.scheme != "nats":
+            # A certificate names the host that was configured, not what servers call each other.
+            return
+        known = {urlsplit(url).netloc.rpartition("@")[2] for url in self._urls}
+        credentials, at, _ = parts.netloc.rpartition("@")
+        self._urls += [
+            f"nats://{credentials}{at}{place}" for place in session.discovered if place not in known
+        ]
+
+    async def _proving(self, session: Session) -> None:
+        """Holds that values can be written over this session, whenever there is doubt."""
+        while True:
+            if self._prove is not None and "proof" in self._counts_from:
+                self._doubted.clear()
+                try:
+                    await self.call(self._prove)
+                except ClusterRefused as exc:
+                    self._refused = exc
+                    self.note("proof", 0)
+                    return
+                except ClusterUnreachable:
+                    # This server may be on the wrong side of a split: another one may be not.
+                    session.end("the NATS server has no quorum")
+                    return
+                self.clear("proof")
+            await self._doubted.wait()
+            self._doubted.clear()

@@ -1,0 +1,240 @@
+"""This node's lease of the run's quotas, kept ahead of what it uses.
+
+``lease.py`` has the rules; here is when they are asked. One task makes every change to the key, so
+a node never races itself. Whoever finds no room waits for it to have asked once: what the run had
+left is only as new as the last value seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
+from smartsearch_sidecar.cluster.quota_leases import (
+    HELPER_CALLS,
+    OUTPUT_TOKENS,
+    SCORES,
+    SEARCHES,
+    Allowance,
+    Amounts,
+    Leases,
+    blocks,
+    enrolled,
+    leased,
+    pause,
+    resource,
+    returned,
+)
+from smartsearch_sidecar.run.state import RunState
+
+QUOTA: Final = "quota"
+
+
+def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """What the run has of each resource; ``splits`` as ``scores.quotas_of`` gives each."""
+    found = {SEARCHES: max_calls}
+    for split, quotas in splits.items():
+        found[resource(split, SCORES)] = quotas["max_scores"]
+        found[resource(split, HELPER_CALLS)] = quotas["max_helper_calls"]
+        found[resource(split, OUTPUT_TOKENS)] = quotas["max_output_tokens"]
+    return found
+
+
+def used_of(state: RunState) -> dict[str, int]:
+    """What a node's own fold says it has used of each resource, reserved tokens included."""
+    found = {SEARCHES: state.attempts}
+    for split, meter in state.scores.splits.items():
+        found[resource(split, SCORES)] = meter.score_attempts
+        found[resource(split, HELPER_CALLS)] = meter.model_attempts
+        found[resource(split, OUTPUT_TOKENS)] = meter.committed_output_tokens
+    return found
+
+
+class Leasing:
+    """What this node may use. Everything here is called on the loop."""
+
+    def __init__(
+        self, bus: Bus, node: str, *, totals: Amounts, members: int, lease_block: int
+    ) -> None:
+        """``totals`` are the run's quotas, ``members`` how many nodes it has."""
+        self._bus = bus
+        self._node = node
+        self.totals = dict(totals)
+        self._members = members
+        self._block = blocks(totals, lease_block, members)
+        self._rules = Allowance(node, self._block)
+        self._state = RunState()
+        self._asked = asyncio.Event()
+        self._needs: dict[asyncio.Future[None], Amounts] = {}
+        self._calls: dict[str, Amounts] = {}
+        self._calls_asked: dict[str, int] = {}
+        self._wakes: list[Callable[[], None]] = []
+        self._begun = 0  # rounds: each takes up what is needed when it begins
+        self._ended = 0  # the last that came to its end
+        self._away: errors.ClusterUnreachable | None = None
+
+    # --- the key ----------------------------------------------------------------------------------
+
+    async def enrol(self) -> None:
+        """Makes this node one of the run's. Raises ``ClusterRefused`` where it is one too many,
+        ``ClusterUnreachable``, ``ClusterUnreadable``.
+        """
+        await self._change(lambda value: enrolled(value, self._node))
+
+    def serve(self, state: RunState) -> None:
+        """From now on ``state`` says what was used."""
+        self._state = state
+
+    async def run(self) -> None:
+        """Leases whenever there is need, until cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            self._begun += 1
+            number = self._begun
+            try:
+                await self._lease()
+            except errors.ClusterUnreachable as exc:
+                self._away = exc
+                self._asked.set()
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._away, self._ended = None, number
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets everyone who waits for room look again."""
+        for turn in self._needs:
+            if not turn.done():
+                turn.set_result(None)
+        for wake in self._wakes:
+            wake()
+
+    def woken(self, wake: Callable[[], None]) -> None:
+        """See ``allowance.Allowance``."""
+        self._wakes.append(wake)
+
+    async def give_back(self) -> None:
+        """Returns what was leased and not used; for a clean end, after the last use."""
+        used = used_of(self._state)
+        await self._change(lambda value: returned(value, self._node, used))
+
+    async def _lease(self) -> None:
+        def more(value: Leases) -> Leases:
+            needed: Counter[str] = Counter()
+            for need in (*self._needs.values(), *self._calls.values()):
+                needed.update(need)
+            wanted = self._rules.wanted(used_of(self._state), needed)
+            return leased(value, self._node, wanted)[0] if wanted else value
+
+        await self._change(more)
+
+    async def _change(self, change: Callable[[Leases], Leases]) -> None:
+        """Replaces the key's value by what ``change`` makes of it, however often others do so
+        meanwhile. An update whose answer was lost is settled by reading the value again.
+        """
+        attempt = 0
+        while True:
+            entry = await self._bus.get(QUOTA)
+            if entry is None:
+                value, revision = Leases.begun(self.totals, self._members), 0
+            else:
+                value, revision = Leases.decode(entry.value), entry.revision
+                self._rules.seen(value, revision)
+            new = change(value)
+            if entry is not None and new == value:
+                return
+            if await self._put(new, revision):
+                # The key's own revision is this or a later one; whoever reads it will know.
+                self._rules.seen(new, revision + 1)
+                return
+            attempt += 1
+            await asyncio.sleep(pause(attempt, random.random()))
+
+    def _put(self, value: Leases, revision: int) -> Awaitable[bool]:
+        if revision == 0:
+            return self._bus.create(QUOTA, value.encode())
+        return self._bus.update(QUOTA, value.encode(), revision)
+
+    # --- asking -----------------------------------------------------------------------------------
+
+    async def room_to_search(self, deadline: float) -> None:
+        """See ``allowance.Allowance``."""
+        used = self._state.attempts
+        self._ahead(SEARCHES, used)
+        if not self._rules.fits(SEARCHES, used):
+            await self._room(lambda: {SEARCHES: 1}, deadline)
+
+    async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
+        """See ``allowance.Allowance``."""
+        await self._room(
+            lambda: {resource(split, SCORES): count for split, count in wanted().items()}, deadline
+        )
+
+    async def _room(self, needed: Callable[[], Amounts], deadline: float) -> None:
+        asked: int | None = None
+        while True:
+            self._state.refuse_closed()
+            need, used = needed(), used_of(self._state)
+            if all(self._rules.fits(name, used[name], need[name]) for name in need):
+                return
+            if asked is None or self._ended > asked:
+                if asked is not None:
+                    self._refuse_exhausted(need, used)
+                asked = self._begun  # a round that begins from now on knows of us
+            await self._next_round(need, deadline)
+
+    async def _next_round(self, need: Amounts, deadline: float) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._needs[turn] = need
+        self._asked.set()
+        try:
+            async with asyncio.timeout_at(deadline):
+                await turn
+        except TimeoutError:
+            raise errors.ClusterUnreachable(
+                "this node's lease is used up, and no more could be leased before the deadline: "
+                + (self._away.message if self._away else "too many nodes asked at once")
+            ) from None
+        finally:
+            del self._needs[turn]
+
+    def room_to_call(self, split: str) -> bool:
+        """See ``allowance.Allowance``."""
+        meter = self._state.scores.splits[split]
+        calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
+        used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}
+        need = {calls: 1, tokens: meter.cap}
+        if all(self._rules.fits(name, used[name], need[name]) for name in need):
+            self._calls.pop(split, None)
+            self._calls_asked.pop(split, None)
+            for name in need:
+                self._ahead(name, used[name])
+            return True
+        asked = self._calls_asked.get(split)
+        # What is unsettled gives tokens back as a rule, but never calls.
+        may_settle = meter.unsettled and self._rules.fits(calls, used[calls])
+        if asked is not None and self._ended > asked and not may_settle:
+            self._refuse_exhausted(need, used)
+        if asked is None or self._ended > asked:
+            self._calls[split], self._calls_asked[split] = need, self._begun
+            self._asked.set()
+        return False
+
+    def _ahead(self, name: str, used: int) -> None:
+        # Not while a round is under way: whoever comes after it sees what it brought.
+        if 2 * self._rules.left(name, used) < self._block[name] and self._begun == self._ended:
+            self._asked.set()
+
+    def _refuse_exhausted(self, need: Amounts, used: Amounts) -> None:
+        for name, amount in need.items():
+            if self._rules.exhausted(name, used[name], amount):
+                raise errors.QuotaExhausted(
+                    f"{amount} more of {name} do not fit: all of the run's {self.totals[name]} "
+                    f"are leased to its nodes, and node {self._node} has used what it had"
+                )

@@ -1,0 +1,299 @@
+"""Who may use how much of the run's quotas: blocks leased from one shared value.
+
+Theory. A quota belongs to the run. The value of one key says what there is of each resource
+(*totals*) and what each node has taken of it (*leased*). A node takes a block by replacing the
+value by one that leases it more, on the condition that nobody has replaced it meanwhile
+(compare-and-set). A value whose leases exceed a total cannot be built, and only built values are
+written: whatever is lost, repeated or interleaved, the nodes together never hold more than the run
+has.
+
+What a node may still use is its lease less what its own journal says it has used. Nothing else is
+remembered anywhere, hence:
+
+- an update whose answer was lost is settled by reading the value again: it says what we have;
+- a node that comes back goes on with its lease; one that is lost keeps it, and so it stays spent;
+- a clean close sets the lease to what was used, which gives the rest back, and only once.
+
+One danger is left: an update sent by a process that died may arrive after the node's next process
+has begun. So a node begins by writing (``enrolled``): earlier updates then name a revision that is
+gone.
+
+Resources: ``searches``, and per split ``SPLIT.scores``, ``SPLIT.helper_calls``,
+``SPLIT.output_tokens``. The value also bounds how many nodes there are: being in it is membership.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
+from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS
+
+SEARCHES: Final = "searches"
+SCORES: Final = "scores"
+HELPER_CALLS: Final = "helper_calls"
+OUTPUT_TOKENS: Final = "output_tokens"
+
+BLOCKS_A_NODE: Final = 4
+"""Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
+
+PAUSE_SECONDS_FIRST: Final = 0.004  # a round trip or two: the new value is known after one
+PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost often is won in time
+
+Amounts = Mapping[str, int]
+"""Resource to a number of it: searches, scores, calls or tokens."""
+
+_KEYS: Final = frozenset({"members", "resources", "totals", "nodes", "lives"})
+_WHAT: Final = "what the run's nodes have leased"
+
+
+def resource(split: str, what: str) -> str:
+    """The name of a split's resource: ``train.scores`` and the like."""
+    return f"{split}.{what}"
+
+
+# --- the shared value -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes.
+
+    Attributes:
+        members: how many nodes the run may have (``run.nodes``).
+        totals: what there is of each resource.
+        nodes: what each node has leased of each.
+        lives: how often each has begun.
+    """
+
+    members: int
+    totals: Amounts
+    nodes: Mapping[str, Amounts]
+    lives: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        if type(self.members) is not int or self.members < 1 or len(self.nodes) > self.members:
+            raise errors.InvariantBroken(
+                f"{len(self.nodes)} nodes lease from a run of {self.members}"
+            )
+        rows = self.nodes.values()
+        if any(row.keys() != self.totals.keys() for row in rows):
+            raise errors.InvariantBroken("a node leases other resources than the run has")
+        if self.lives.keys() != self.nodes.keys():
+            raise errors.InvariantBroken("a node leases without having begun, or the reverse")
+        for counts in (self.totals, *rows, self.lives):
+            if any(type(count) is not int or count < 0 for count in counts.values()):
+                raise errors.InvariantBroken("a number of a lease counts nothing")
+        for name in self.totals:
+            if self.left(name) < 0:
+                raise errors.InvariantBroken(
+                    f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
+                )
+
+    @classmethod
+    def begun(cls, totals: Amounts, members: int) -> Leases:
+        """A run's first value: nothing is leased."""
+        return cls(members, dict(totals), {}, {})
+
+    def taken(self, name: str) -> int:
+        """What all nodes have leased of a resource."""
+        return sum(amounts[name] for amounts in self.nodes.values())
+
+    def left(self, name: str) -> int:
+        """What is still to be leased of a resource."""
+        return self.totals[name] - self.taken(name)
+
+    def of(self, node: str) -> Amounts:
+        """What a node has leased so far; nothing where it is not in the run."""
+        return self.nodes.get(node, dict.fromkeys(self.totals, 0))
+
+    def encode(self) -> bytes:
+        """Canonical bytes. A node is a row of numbers: it is written at every lease of any node."""
+        names = sorted(self.totals)
+        return canonical(
+            {
+                "members": self.members,
+                "resources": names,
+                "totals": [self.totals[name] for name in names],
+                "nodes": {
+                    node: [amounts[name] for name in names] for node, amounts in self.nodes.items()
+                },
+                "lives": dict(self.lives),
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Leases:
+        """Reads exactly what ``encode`` writes. Raises ``ClusterUnreadable`` for anything else."""
+        value = read_canonical(data, _WHAT)
+        if type(value) is not dict or value.keys() != _KEYS:
+            raise unreadable(_WHAT, "it has other keys")
+        names, rows, lives = value["resources"], value["nodes"], value["lives"]
+        if not _are_names(names) or type(rows) is not dict or type(lives) is not dict:
+            raise unreadable(_WHAT, "its resources or its nodes have no names")
+        try:
+            return cls(
+                value["members"],
+                _amounts(names, value["totals"]),
+                {node: _amounts(names, row) for node, row in rows.items()},
+                lives,
+            )
+        except errors.InvariantBroken as exc:
+            raise unreadable(_WHAT, exc.message) from None
+
+
+def _are_names(names: Any) -> bool:
+    texts = type(names) is list and all(type(name) is str for name in names)
+    return texts and names == sorted(set(names))
+
+
+def _amounts(names: list[str], row: Any) -> dict[str, int]:
+    if type(row) is not list or len(row) != len(names):
+        raise unreadable(_WHAT, "a row has another length")
+    return dict(zip(names, row, strict=True))
+
+
+# --- the three changes a node may make ------------------------------------------------------------
+
+
+def enrolled(value: Leases, node: str) -> Leases:
+    """With ``node`` in the run, one life further: another value each time, to be written at start.
+
+    Raises ``ClusterRefused`` where the run has all its nodes.
+    """
+    if node not in value.nodes and len(value.nodes) >= value.members:
+        raise errors.ClusterRefused(
+            f"node {node} is one too many: the run has its {value.members} nodes (run.nodes), "
+            f"{', '.join(sorted(value.nodes))}; give this one the name of the node it replaces, "
+            "or use another cluster.run_id"
+        )
+    lives = {**value.lives, node: value.lives.get(node, 0) + 1}
+    nodes = {**value.nodes, node: value.of(node)}
+    return Leases(value.members, value.totals, nodes, lives)
+
+
+def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str, int]]:
+    """Adds to a node's lease of each resource what is wanted, or what is left where that is less.
+
+    Returns the new value and what was granted of each, without zeros. Nothing granted: nothing to
+    write. Raises ``InvariantBroken`` for a node that has not enrolled.
+    """
+    if node not in value.nodes:
+        raise errors.InvariantBroken(f"node {node} wants to lease and has not enrolled")
+    granted: dict[str, int] = {}
+    for name, amount in wanted.items():
+        if name not in value.totals or amount < 0:
+            raise errors.InvariantBroken(f"{amount} of {name!r:.60} cannot be leased")
+        if given := min(amount, value.left(name)):
+            granted[name] = given
+    return _with(value, node, granted, +1), granted
+
+
+def returned(value: Leases, node: str, used: Amounts) -> Leases:
+    """Gives back what a node has leased and not used. Its lease never grows: where more was used
+    than leased (a helper that overran its cap) the lease stays. For the end of a node only.
+    """
+    if used.keys() != value.totals.keys():
+        raise errors.InvariantBroken("what a node has used is not stated for every resource")
+    if node not in value.nodes:
+        return value
+    own = value.of(node)
+    unused = {name: max(0, own[name] - used[name]) for name in own}
+    return _with(value, node, unused, -1)
+
+
+def _with(value: Leases, node: str, change: Amounts, sign: int) -> Leases:
+    own = value.of(node)
+    row = {name: amount + sign * change.get(name, 0) for name, amount in own.items()}
+    return Leases(value.members, value.totals, {**value.nodes, node: row}, value.lives)
+
+
+# --- how much at once, and how soon again ---------------------------------------------------------
+
+
+def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
+    """How much of each resource is leased at once; every node of a run comes to the same.
+
+    ``lease_block`` searches, scores or helper calls, and the most tokens so many calls may write;
+    less where an even share is not ``BLOCKS_A_NODE`` of them (of rewards: one node has them all).
+    """
+    found = {}
+    for name, total in totals.items():
+        size = lease_block * (MAX_NEW_TOKENS if name.endswith(f".{OUTPUT_TOKENS}") else 1)
+        sharers = members if name == SEARCHES else 1
+        found[name] = max(1, min(size, total // (sharers * BLOCKS_A_NODE)))
+    return found
+
+
+def pause(attempt: int, draw: float) -> float:
+    """Seconds before a compare-and-set is tried again that lost ``attempt`` times (from 1).
+
+    ``draw`` is a fresh random number of 0 to 1: those who lost together must not meet again.
+    """
+    most = min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2.0 ** min(attempt, 30))
+    return most * draw
+
+
+# --- one node's view ------------------------------------------------------------------------------
+
+
+class Allowance:
+    """How much this node may use, as far as it knows: what to admit, and when to ask for more.
+
+    Told of each value of the key that is read or written here. ``used`` is always what this node's
+    own fold says, for tokens with those reserved.
+    """
+
+    def __init__(self, node: str, block: Amounts) -> None:
+        """``block`` is what ``blocks`` gave."""
+        self.node = node
+        self._block = dict(block)
+        self._leased: dict[str, int] = dict.fromkeys(block, 0)
+        self._run_left: dict[str, int] = dict(block)  # unknown: as if there were some
+        self._revision = 0
+
+    def seen(self, value: Leases, revision: int) -> None:
+        """A value of the key and its revision; older ones than known are of no interest."""
+        if revision < self._revision:
+            return
+        self._revision = revision
+        self._leased = dict(value.of(self.node))
+        self._run_left = {name: value.left(name) for name in value.totals}
+
+    def leased(self, name: str) -> int:
+        """What this node has leased in all."""
+        return self._leased[name]
+
+    def left(self, name: str, used: int) -> int:
+        """What it may still use; below zero where a helper overran its cap."""
+        return self._leased[name] - used
+
+    def fits(self, name: str, used: int, needed: int = 1) -> bool:
+        """Whether ``needed`` more may be used now."""
+        return self.left(name, used) >= needed
+
+    def exhausted(self, name: str, used: int, needed: int = 1) -> bool:
+        """Whether not even all that the run has left would do: refuse, do not wait.
+
+        Only as new as the last value seen: ask for a lease before believing it.
+        """
+        return self.left(name, used) + self._run_left[name] < needed
+
+    def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
+        """What to lease now; empty for nothing.
+
+        ``needed`` is what somebody waits for. Beyond that, a resource in use here is leased ahead
+        once less than half a block is left; one that nobody asked of here is left to the others.
+        """
+        needed = needed or {}
+        found: dict[str, int] = {}
+        for name, block in self._block.items():
+            left, need = self.left(name, used.get(name, 0)), needed.get(name, 0)
+            begun = need > 0 or used.get(name, 0) > 0
+            ahead = begun and self._run_left[name] > 0 and 2 * left < block
+            if left < need or ahead:
+                found[name] = max(block, need - left)
+        return found

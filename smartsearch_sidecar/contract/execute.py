@@ -1,0 +1,271 @@
+"""Bytes to frozen values for ``POST /execute``, and the strict JSON every route reads with.
+
+Two kinds of fault are kept apart. A request that only a wrong program sends is refused here, with
+``InvalidRequest``. A well-formed call whose only fault is its query is the policy's own doing: it
+comes back with ``problem`` set, and the profile (which this module does not know) decides.
+
+``contract_call.py`` reads the text of the call; ``contract_reward.py`` has the shapes of rewards.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from smartsearch_sidecar.contract.call_syntax import parse_call
+from smartsearch_sidecar.errors import InvalidRequest, InvariantBroken
+
+CALL_BYTES_MAX: Final = 8_192
+"""Bytes of UTF-8 in ``call``; longer ones count as a bad query when they are otherwise sound."""
+QUERY_BYTES_MAX: Final = 4_096
+"""Bytes of UTF-8 in ``query``."""
+JSON_DEPTH_MAX: Final = 64
+"""Arrays and objects open at once in a body."""
+JSON_INT_DIGITS_MAX: Final = 4_300
+"""Digits of an integer: CPython's own default, held here whatever the process was started with."""
+DECLINED_RESULT: Final = "invalid query"
+"""What a declined query is answered with: the text the unmodified environment gives."""
+
+_JSON: Final = "http_invalid_request"
+_CALL: Final = "invalid_native_request"
+
+
+class QueryProblem(enum.StrEnum):
+    """Why a well-formed call's query cannot be searched: the first of these that holds."""
+
+    call_too_long = enum.auto()
+    empty = enum.auto()
+    not_encodable = enum.auto()
+    too_long = enum.auto()
+    protocol_tag = enum.auto()
+    not_text = enum.auto()
+    """Another JSON value in a query's place; only the routes of other trainers can hold one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecuteRules:
+    """Which environments a run accepts: one by name, others by ``environment_digest`` (64 hex)."""
+
+    environment: str
+    accepted_environment_sha256: frozenset[str]
+
+
+class ExecuteCall(NamedTuple):
+    """One well-formed call. Every text in it has a UTF-8 form, so every one can be recorded.
+
+    ``env`` and ``call`` are verbatim. ``query`` is the text the policy wrote, not stripped; it is
+    empty where ``problem`` is ``not_encodable``, and also for an over-long call that is so.
+    """
+
+    env: str
+    call: str
+    query: str
+    problem: QueryProblem | None
+
+
+# --- strict JSON ----------------------------------------------------------------------------------
+
+# A string to its end, or to the end of the body: matching always, it cannot be made quadratic.
+_JSON_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_OPEN_CLOSE: Final = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS: Final = bytes(sorted(set(range(256)) - set(b"[]{}")))
+
+
+def strict_json(body: bytes) -> Any:
+    """Read ``body`` as one JSON value in UTF-8.
+
+    Refuses a byte-order mark, a key given twice in one object at any depth, NaN and the infinities,
+    more than 64 levels, and integers of more than 4,300 digits. Lone surrogate escapes come back as
+    text, and floats too large come back infinite, as from the standard library.
+
+    Raises: ``InvalidRequest`` with cause ``http_invalid_request``.
+    """
+    flat = _flat_object(body)
+    if flat is not None:
+        return flat
+    if body.count(b"[") + body.count(b"{") > JSON_DEPTH_MAX and _too_deep(body):
+        raise InvalidRequest(
+            f"The body is nested deeper than {JSON_DEPTH_MAX} levels.", cause=_JSON
+        )
+    try:
+        return _DECODER.decode(body.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise InvalidRequest("The body is not UTF-8.", cause=_JSON) from None
+    except ValueError:  # JSONDecodeError, or an interpreter told to take even fewer digits
+        raise InvalidRequest("The body is not one JSON value.", cause=_JSON) from None
+
+
+def _flat_object(body: bytes) -> dict[str, str] | None:
+    """Read the usual body, one object of strings, by the fast parser, or say nothing.
+
+    That parser keeps the last of two equal keys, so the result stands only with a proof that none
+    was dropped: each string takes two quotes, a quote inside a string takes one (none when spelled
+    ``\\u0022``: then there is no proof), and a dropped pair would take two more at least.
+    """
+    try:
+        value = orjson.loads(body)
+        if type(value) is not dict:
+            return None
+        text = "".join(value) + "".join(value.values())
+    except (orjson.JSONDecodeError, TypeError):  # the exact reader decides, and says why
+        return None
+    quotes = 4 * len(value) + text.count('"')
+    return value if body.count(b'"') == quotes and b"\\u0022" not in body else None
+
+
+def _too_deep(body: bytes) -> bool:
+    """Whether brackets outside strings nest beyond the bound; unbalanced ones count as too deep."""
+    brackets = _JSON_STRING.sub(b"", body).translate(_OPEN_CLOSE, _NO_BRACKETS)
+    for _ in range(JSON_DEPTH_MAX):  # each pass removes the innermost level everywhere
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise InvalidRequest("An object in the body has a key twice.", cause=_JSON)
+    return value
+
+
+def _no_constant(_name: str) -> Any:
+    raise InvalidRequest("NaN and Infinity are not JSON.", cause=_JSON)
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits.lstrip("-")) > JSON_INT_DIGITS_MAX:
+        raise InvalidRequest(
+            f"An integer in the body has more than {JSON_INT_DIGITS_MAX} digits.", cause=_JSON
+        )
+    return int(digits)
+
+
+_DECODER: Final = json.JSONDecoder(
+    object_pairs_hook=_unique_pairs, parse_constant=_no_constant, parse_int=_bounded_int
+)
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+_SEARCH_URL: Final = re.compile(r"""(["'])(?:https?://[^\s"'\\]+|<[\w-]+>)/search\1""")
+
+
+def environment_digest(env: str) -> str:
+    """The sha256 (64 hex) of an environment's text with its search URL masked out.
+
+    The rule: in every string literal that is, between its quotes, exactly a URL and then
+    ``/search``, the URL becomes ``*``. A URL is ``http://`` or ``https://`` and at least one
+    character that is no white space, quote or backslash; a template's placeholder in angle brackets
+    (``<word-word>``) counts as one, so a dataset and what the trainer makes of it have one digest.
+    Quotes stay as they are; the text is hashed as UTF-8.
+
+    Raises: ``UnicodeEncodeError`` where the text has no UTF-8 form.
+    """
+    return hashlib.sha256(_SEARCH_URL.sub(r"\1*/search\1", env).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=32)
+def _require_accepted(env: str, accepted: frozenset[str]) -> None:
+    # Every call of a rollout carries the same text. Only texts that were accepted stay in the
+    # cache: a refusal is an exception, which is not kept.
+    try:
+        known = environment_digest(env) in accepted
+    except UnicodeEncodeError:
+        known = False
+    if not known:
+        raise InvalidRequest("The environment is not one this run accepts.", cause=_CALL)
+
+
+# --- the request ----------------------------------------------------------------------------------
+
+_TAG: Final = re.compile(r"</?(?:answer|result|search|think)>", re.IGNORECASE)
+
+
+def parse_execute(body: bytes, rules: ExecuteRules) -> ExecuteCall:
+    """Read the body of ``POST /execute``: exactly ``env`` and ``call``.
+
+    Raises: ``InvalidRequest`` with cause ``http_invalid_request`` (not strict JSON, or a call that
+    has no UTF-8 form) or ``invalid_native_request`` (another shape, environment or call).
+    """
+    value = strict_json(body)
+    if type(value) is not dict or value.keys() != {"env", "call"}:
+        raise InvalidRequest("The body must be an object of exactly env and call.", cause=_CALL)
+    env, call = value["env"], value["call"]
+    if env != rules.environment:
+        if type(env) is not str:
+            raise InvalidRequest("env must be a string.", cause=_CALL)
+        _require_accepted(env, rules.accepted_environment_sha256)
+    if type(call) is not str:
+        raise InvalidRequest("call must be a string.", cause=_CALL)
+    try:
+        call_bytes = len(call.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest("call has no UTF-8 form.", cause=_JSON) from None
+    query, top_n_is_five = parse_call(call)
+    problem = _problem(query, call_bytes)
+    if not top_n_is_five:
+        # The query's fault is named first, as the reference does; alone it would not be refused.
+        cause = reference_refusal(problem) if problem else None
+        raise InvalidRequest("top_n must be 5.", cause=cause or _CALL)
+    if problem is not None and not _encodable(query):
+        query = ""
+    return ExecuteCall(env, call, query, problem)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _problem(query: str, call_bytes: int) -> QueryProblem | None:
+    return QueryProblem.call_too_long if call_bytes > CALL_BYTES_MAX else query_problem(query)
+
+
+def query_problem(query: str) -> QueryProblem | None:
+    """Why a text cannot be searched, or ``None`` where it can."""
+    if not query.strip():
+        return QueryProblem.empty
+    try:
+        query_bytes = len(query.encode())
+    except UnicodeEncodeError:
+        return QueryProblem.not_encodable
+    if query_bytes > QUERY_BYTES_MAX:
+        return QueryProblem.too_long
+    return QueryProblem.protocol_tag if _TAG.search(query) else None
+
+
+def reference_refusal(problem: QueryProblem) -> str | None:
+    """The latch cause a query closes with under ``on_invalid_query = "latch"``.
+
+    ``None`` for a protocol tag: there the call is admitted, counted as an attempt, and failed.
+    """
+    if problem is QueryProblem.protocol_tag:
+        return None
+    return _JSON if problem is QueryProblem.not_encodable else _CALL
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+
+def result_of(payload: bytes) -> str:
+    """The result text of an answer that ``render_execute`` made."""
+    text: str = orjson.loads(payload)["result"]
+    return text
+
+
+def render_execute(result: str) -> bytes:
+    """The body of a 200 answer, compact, in UTF-8."""
+    try:
+        return orjson.dumps({"result": result, "output": "", "error": ""})
+    except TypeError:
+        raise InvariantBroken("A result has no UTF-8 form; its documents went unchecked.") from None

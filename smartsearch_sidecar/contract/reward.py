@@ -1,0 +1,89 @@
+"""Bytes to frozen values for ``POST /reward`` and ``POST /reward/batch``.
+
+Only shapes are judged here. Whether a ground truth is the declared one, and whether the text has a
+user turn, are questions for ``reward/``; no message holds a text or an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from smartsearch_sidecar.contract.execute import strict_json
+from smartsearch_sidecar.errors import InvalidRequest
+
+DATA_SOURCE: Final = "re_call"
+"""The one data source whose scorer is served; also what a missing ``data_source`` means."""
+
+_CAUSE: Final = "invalid_reward_request"
+_REQUIRED: Final = frozenset({"solution_str", "ground_truth"})
+_ALLOWED: Final = _REQUIRED | {"data_source"}
+
+
+@dataclass(frozen=True, slots=True)
+class RewardItem:
+    """One rollout to score. Every text has a UTF-8 form.
+
+    ``solution_str`` is prompt and response decoded together, verbatim, and may be empty;
+    ``ground_truth`` is one answer, or a tuple of at least one, each not empty.
+    """
+
+    solution_str: str
+    ground_truth: str | tuple[str, ...]
+    data_source: str
+
+
+def parse_reward(body: bytes) -> RewardItem:
+    """Read ``{"solution_str", "ground_truth", "data_source"?}``.
+
+    Raises: ``InvalidRequest`` with cause ``http_invalid_request`` (not strict JSON) or
+    ``invalid_reward_request`` (another shape, or text that has no UTF-8 form).
+    """
+    return _item(strict_json(body), "The body")
+
+
+def parse_reward_batch(body: bytes, rows_max: int) -> tuple[RewardItem, ...]:
+    """Read ``{"items": [...]}``: one to ``rows_max`` items, in order, or none of them.
+
+    Raises: ``InvalidRequest`` as ``parse_reward`` does; an item at fault is named by its number,
+    counted from 1.
+    """
+    value = strict_json(body)
+    if type(value) is not dict or value.keys() != {"items"} or type(value["items"]) is not list:
+        raise _refuse("The body", "must be an object of exactly items, a list")
+    rows = value["items"]
+    if not 1 <= len(rows) <= rows_max:
+        raise _refuse("items", f"must hold 1 to {rows_max} rows (reward.batch_max)")
+    return tuple(_item(row, f"Item {number}") for number, row in enumerate(rows, start=1))
+
+
+def _item(value: Any, name: str) -> RewardItem:
+    if type(value) is not dict or not _REQUIRED <= value.keys() <= _ALLOWED:
+        raise _refuse(
+            name, "must be an object of solution_str, ground_truth and perhaps data_source"
+        )
+    if value.get("data_source", DATA_SOURCE) != DATA_SOURCE:
+        raise _refuse(name, f'may name no data_source but "{DATA_SOURCE}"')
+    solution, truth = value["solution_str"], value["ground_truth"]
+    if not _is_text(solution):
+        raise _refuse(name, "must have text that can be written as UTF-8 for solution_str")
+    answers = truth if type(truth) is list else [truth]
+    if not answers or not all(answer and _is_text(answer) for answer in answers):
+        raise _refuse(
+            name, "must have text that can be written as UTF-8, or a list of it, for ground_truth"
+        )
+    return RewardItem(solution, tuple(truth) if type(truth) is list else truth, DATA_SOURCE)
+
+
+def _is_text(value: Any) -> bool:
+    if type(value) is not str:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse(name: str, fault: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} {fault}.", cause=_CAUSE)

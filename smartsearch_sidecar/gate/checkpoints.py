@@ -1,0 +1,106 @@
+"""The gate: a checkpoint is accepted only while the run is healthy, and its receipt says of what.
+
+A receipt names the claim, the sequence number and the sum of its own record, so ``ledger verify
+--receipt`` can prove later which history the checkpoint was trained on. A refusal is recorded; it
+does not close the latch, because work in flight is no failure.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.gate.health import check, counts
+from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.search.service import Service
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.gate.cluster import Fleet
+
+RECEIPT_FORMAT = 1
+SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: this is for stragglers
+STEP_MAX = 2**53
+PATH_CHARACTERS_MAX = 4096
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_KEYS = frozenset({"step", "path", "manifest_sha256"})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRequest:
+    """What a trainer is about to save; ``step`` counts optimizer steps from 0."""
+
+    step: int
+    path: str | None
+    manifest_sha256: str | None
+
+
+def parse_checkpoint(value: Any) -> CheckpointRequest:
+    """Reads ``{"step": int, "path"?: str, "manifest_sha256"?: hex}``.
+
+    Raises ``OperatorRequest`` for anything else; the run is not touched by it.
+    """
+    if type(value) is not dict or not _KEYS.issuperset(value):
+        raise errors.OperatorRequest("send an object of step, and optionally path, manifest_sha256")
+    step, path, digest = value.get("step"), value.get("path"), value.get("manifest_sha256")
+    if type(step) is not int or not 0 <= step <= STEP_MAX:
+        raise errors.OperatorRequest("step must be a whole number from 0")
+    if path is not None and (type(path) is not str or not 0 < len(path) <= PATH_CHARACTERS_MAX):
+        raise errors.OperatorRequest("path must be text of at most 4096 characters")
+    if digest is not None and (type(digest) is not str or not _SHA256.fullmatch(digest)):
+        raise errors.OperatorRequest("manifest_sha256 must be 64 lower-case hex digits")
+    return CheckpointRequest(step, path, digest)
+
+
+async def take_checkpoint(
+    service: Service,
+    wanted: CheckpointRequest,
+    *,
+    settle_seconds: float = SETTLE_SECONDS,
+    fleet: Fleet | None = None,
+) -> tuple[bool, dict[str, Any]]:
+    """Settles, checks, records and syncs. Returns whether it was accepted, and the answer's body:
+    the receipt, or the refusal with the run's state and first cause. With a ``fleet`` every node
+    is asked, and the receipt names each one's journal.
+
+    Raises ``LedgerFailed`` where neither can be recorded.
+    """
+    state = service.state
+    about: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
+    if fleet is None:
+        word = await check(service, settle_seconds)
+    else:
+        word, about["cluster"], nodes["nodes"] = await fleet.verdict(service, settle_seconds)
+    data: dict[str, Any] = {
+        "step": wanted.step,
+        "path": wanted.path,
+        "manifest_sha256": wanted.manifest_sha256,
+    }
+    if word != "healthy":
+        # Nothing can be awaited between the check and the record: what was checked is recorded.
+        refusal = {**data, "state": word}
+        number = state.checkpoints_refused + 1
+        await service.recorder.record(Kind.CHECKPOINT_REFUSED, number, refusal)
+        return False, {
+            "accepted": False,
+            "step": wanted.step,
+            "state": word,
+            **counts(service),
+            **about,
+        }
+    number = state.checkpoints_accepted + 1
+    data["occurrence"] = state.checkpoint_steps[wanted.step] + 1
+    data["usage"] = state.usage()
+    data |= nodes
+    receipt = await service.recorder.record(Kind.CHECKPOINT_ACCEPTED, number, data)
+    return True, {
+        "format": RECEIPT_FORMAT,
+        "accepted": True,
+        "number": number,
+        **data,
+        "seq": receipt.seq,
+        "head": receipt.head,
+        "claim_sha256": state.claim_sha256,
+    }

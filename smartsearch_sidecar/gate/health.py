@@ -1,0 +1,119 @@
+"""What ``/health`` and ``/status`` say: a report of the run, read off the state.
+
+Three states: ``healthy`` (latch open, everything settled, ledger writable, identities hold),
+``pending`` (the same, but work in flight) and ``failed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.search.service import Service
+
+_POLL_SECONDS = 0.005
+IDENTITY_SECONDS = 5.0  # for a provider that is asked nothing else; under every client's patience
+
+
+def pending(service: Service) -> bool:
+    """Whether anything is in flight: a request, a search, a score, a record."""
+    return not (service.slots.idle and service.state.settled and service.writer.idle)
+
+
+async def settle(service: Service, seconds: float) -> None:
+    """Waits until nothing is in flight, the latch closes, or ``seconds`` have passed."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while pending(service) and not service.state.closed:
+        left = deadline - loop.time()
+        if left <= 0:
+            return
+        # Polled: three parties (slots, searches, writer) have to be quiet at the same moment.
+        await asyncio.sleep(min(_POLL_SECONDS, left))
+
+
+async def check(service: Service, seconds: float) -> str:
+    """The state's name, after settling and asking the provider who it is.
+
+    While work is in flight it is not asked: each search asks it, and may hold up the answer.
+    """
+    await settle(service, seconds)
+    if not service.state.closed and not pending(service):
+        try:
+            async with asyncio.timeout(IDENTITY_SECONDS):
+                await service.retrieval.guard.check_identity()
+        except errors.RetrievalError as exc:
+            service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
+        except TimeoutError:
+            service.recorder.close_latch(
+                errors.ProviderFault.cause or errors.ProviderFault.code,
+                detail=f"the provider did not say within {IDENTITY_SECONDS:g} s what it serves",
+            )
+    if service.state.closed:
+        with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
+            await service.recorder.latch_durable()
+        return "failed"
+    return "pending" if pending(service) else "healthy"
+
+
+async def health_report(service: Service, *, settle_seconds: float) -> dict[str, Any]:
+    """The body of ``/health``: the state, the counts the reference gives, and the first cause."""
+    state = await check(service, settle_seconds)
+    return {"state": state, **counts(service)}
+
+
+def _rewards(service: Service) -> dict[str, Any]:
+    """What is countable about rewards besides the usage; nothing where they are off."""
+    scores = service.state.scores
+    if not scores.splits:
+        return {}
+    return {
+        "reward_reused": scores.reused,
+        "reward_failed": scores.failed,
+        "verdicts": dict(scores.verdicts),
+        "verdicts_unparsed_share": scores.unparsed_share,
+        "result_blocks": {"policy": scores.policy_blocks, "broken": scores.broken_blocks},
+    }
+
+
+def counts(service: Service) -> dict[str, Any]:
+    """Everything countable about the run, as JSON values."""
+    state = service.state
+    return {
+        **state.usage(),
+        "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
+        "delivery_lost": state.lost,
+        "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
+        "declined": dict(state.declined_by),
+        **_rewards(service),
+        "cache": dict(state.cache),
+        "refused": dict(service.recorder.refused),
+        "restarts": state.restarts,
+        "checkpoints": {
+            "accepted": state.checkpoints_accepted,
+            "refused": state.checkpoints_refused,
+        },
+        "ledger": {"seq": service.writer.seq, "head": service.writer.head},
+        "cause": None if state.cause is None else state.cause.as_data(),
+    }
+
+
+def status_report(service: Service) -> dict[str, Any]:
+    """The body of ``/status``: the counts, and what is under way right now."""
+    state = service.state
+    word = "failed" if state.closed else "pending" if pending(service) else "healthy"
+    return {
+        "state": word,
+        **counts(service),
+        "slots": {
+            "total": service.slots.slots,
+            "in_service": service.slots.in_service,
+            "waiting": service.slots.waiting,
+            "most_waiting": service.slots.most_waiting,
+        },
+        "searching": len(state.searching),
+        "identity": service.retrieval.guard.identity,
+        "dropped_passages": state.dropped_passages,
+    }

@@ -1,0 +1,161 @@
+"""The parts of a run put together from its configuration, in the order they need each other.
+
+provider and guard (who answers) -> rewards (who scores) -> recorder (the claim names both) ->
+service and scoring. ``daemon.py`` keeps them and closes them in reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract.execute import ExecuteRules
+from smartsearch_sidecar.ledger.file import RunFiles
+from smartsearch_sidecar.ledger.recorder import Recorder
+from smartsearch_sidecar.ledger.resume import Reopened
+from smartsearch_sidecar.ledger.start import MIB, begin
+from smartsearch_sidecar.metrics import Observer
+from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.provider import Provider, WatchesItself
+from smartsearch_sidecar.retrieval.registry import Progress, open_configured
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.scoring.service import Scoring
+from smartsearch_sidecar.search.service import Service, ServicePolicy
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.cluster.local_run import Connect
+    from smartsearch_sidecar.gate.cluster import Fleet
+    from smartsearch_sidecar.scoring.build import Rewards
+
+TOP_N = 5  # the contract's; part of every call
+
+
+@dataclass(slots=True)
+class Parts:
+    """A run, assembled; ``scoring`` and ``rewards`` where rewards are on, ``facts`` as claimed,
+    ``fleet`` where the run has other nodes.
+    """
+
+    service: Service
+    scoring: Scoring | None
+    rewards: Rewards | None
+    watching: asyncio.Task[None] | None
+    facts: dict[str, Any]
+    fleet: Fleet | None
+
+    async def close(self) -> None:
+        """Ends what runs beside the requests; the writer is the daemon's to close, last."""
+        if self.watching is not None:
+            self.watching.cancel()
+            await asyncio.wait([self.watching])
+        if self.scoring is not None:
+            await self.scoring.close()
+        if self.rewards is not None:
+            await self.rewards.close()
+        await self.service.retrieval.close()
+
+
+async def assemble(
+    config: Config,
+    files: RunFiles,
+    found: Reopened | None,
+    *,
+    provider: Provider | None = None,
+    progress: Progress | None = None,
+    observer: Observer | None = None,
+    connect: Connect | None = None,
+) -> Parts:
+    """Opens provider and rewards, claims or resumes the run, and builds what serves it.
+
+    Whatever was opened is closed again where a later step fails. Raises ``UsageError`` or another
+    named error with a sentence for the operator.
+    """
+    heard = observer or Observer()
+    opened = provider or await open_configured(config, progress)
+    rewards: Rewards | None = None
+    fleet: Fleet | None = None
+    try:
+        guard = await _guard(config, opened)
+        facts: dict[str, Any] = {
+            "retrieval": guard.identity,
+            "retrieval_identity_sha256": guard.identity_sha256,
+        }
+        # Imported where wanted: a run without them does not load their modules.
+        if config.cluster is not None:
+            from smartsearch_sidecar.gate.cluster import Fleet
+
+            fleet = await Fleet.reach(config, connect)
+        if config.reward.enabled:
+            from smartsearch_sidecar.scoring.build import open_rewards
+
+            rewards = await open_rewards(config)
+            facts["reward"] = rewards.facts
+            await rewards.remember(None if found is None else files.directory, fleet)
+        join = None if fleet is None else partial(fleet.join, facts)
+        recorder = await begin(
+            files, config, found, facts, observe=heard.batch, told=heard.record, join=join
+        )
+    except BaseException:
+        if fleet is not None:
+            await fleet.withdraw()
+        if rewards is not None:
+            await rewards.close()
+        await opened.close()
+        raise
+    service = _service(
+        config, recorder=recorder, guard=guard, heard=heard, rewards=rewards, fleet=fleet
+    )
+    if fleet is not None:
+        await fleet.begin(service)
+    if rewards is None:
+        return Parts(service, None, None, None, facts, fleet)
+    watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
+    scoring = rewards.scoring(recorder, waited=heard.waited["reward"].observe, allowance=fleet)
+    return Parts(service, scoring, rewards, watching, facts, fleet)
+
+
+def _service(
+    config: Config,
+    *,
+    recorder: Recorder,
+    guard: Guard,
+    heard: Observer,
+    rewards: Rewards | None,
+    fleet: Fleet | None,
+) -> Service:
+    if isinstance(guard.provider, WatchesItself):
+        guard.provider.on_fault = lambda fault: recorder.close_latch(
+            fault.cause or fault.code, detail=fault.message
+        )
+    execute = config.execute
+    told = None if rewards is None else rewards.answers.add
+    return Service(
+        recorder=recorder,
+        slots=Slots(execute.slots, execute.waiting_max, waited=heard.waited["execute"].observe),
+        retrieval=Retrieval(guard, cache_bytes=config.retrieval.cache_mib * MIB),
+        policy=ServicePolicy(
+            rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
+            deadline_seconds=execute.deadline_seconds,
+            decline=execute.on_invalid_query == "decline",
+            latch_undelivered=execute.on_undelivered == "latch",
+        ),
+        told=told if fleet is None else fleet.told,
+        allowance=fleet,
+    )
+
+
+async def _guard(config: Config, provider: Provider) -> Guard:
+    retrieval = config.retrieval
+    guard = Guard(
+        provider,
+        top_n=TOP_N,
+        retries=retrieval.retries,
+        drop_tagged=retrieval.on_protocol_tag == "drop",
+        watch_drift=retrieval.on_drift == "latch",
+    )
+    await guard.claim_identity()
+    return guard

@@ -1,0 +1,198 @@
+"""From ``[reward]`` to a ``Scoring``: verified source, references, helper, what rollouts were told.
+
+Two halves, as in ``opening.py``: ``open_rewards`` learns the identities a claim names, before
+anything is claimed; ``Rewards.scoring`` builds what serves, once there is a recorder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract.execute import DECLINED_RESULT
+from smartsearch_sidecar.ledger.disk import CLAIM
+from smartsearch_sidecar.ledger.history import History
+from smartsearch_sidecar.ledger.reader import RunReader, Scan
+from smartsearch_sidecar.ledger.recorder import Recorder
+from smartsearch_sidecar.reward.dispatch import HelperDispatch
+from smartsearch_sidecar.reward.helper import HelperClient
+from smartsearch_sidecar.reward.provenance import AnswerDigests
+from smartsearch_sidecar.reward.references import References
+from smartsearch_sidecar.reward.scorer import Scorer
+from smartsearch_sidecar.reward.source import VerifiedSource, verify_checkout, verify_file
+from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.run.shared_quota import Allowance
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
+from smartsearch_sidecar.scoring.rows import Preparation, ScoringPolicy
+from smartsearch_sidecar.scoring.service import Scoring
+
+IDENTITY_SECONDS = 60.0  # how often the helper is asked who it is, besides in every answer
+
+
+class Learns(Protocol):
+    """What knows the answers of other nodes."""
+
+    async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
+        """Adds them, and this node's ``own`` results, to ``answers``; goes on adding."""
+        ...
+
+
+@dataclass(slots=True)
+class Rewards:
+    """What a run's rewards are made of, verified and open."""
+
+    config: Config
+    source: VerifiedSource
+    scorer: Scorer
+    references: References
+    helper: HelperClient
+    facts: dict[str, Any]
+    answers: AnswerDigests
+
+    def scoring(
+        self,
+        recorder: Recorder,
+        *,
+        waited: Callable[[float], None] | None = None,
+        allowance: Allowance | None = None,
+    ) -> Scoring:
+        """What serves ``/reward``; the recorder's state must have been claimed or resumed."""
+        section = self.config.reward
+        policy = ScoringPolicy(
+            deadline_seconds=section.deadline_seconds,
+            max_input_bytes=section.max_input_bytes,
+            batch_max=section.batch_max,
+            judge_provenance=section.provenance != "off",
+            enforce_provenance=section.provenance == "enforce",
+            side_by_side=section.side_by_side,
+            reuse_identical=section.reuse_identical,
+            unparsed_share_max=section.unparsed_share_max,
+        )
+        scores = recorder.state.scores
+        dispatch = HelperDispatch(
+            self.helper, concurrency=section.helper.concurrency, seed=section.seed
+        )
+        return Scoring(
+            recorder=recorder,
+            scores=scores,
+            slots=Slots(section.slots, section.waiting_max, waited=waited),
+            scorer=self.scorer,
+            preparation=Preparation(self.references, self.answers, _digest(self.facts), policy),
+            calls=MeteredCalls(recorder, scores, dispatch, seed=section.seed, allowance=allowance),
+            policy=policy,
+            allowance=allowance,
+        )
+
+    async def remember(self, directory: Path | None, fleet: Learns | None) -> None:
+        """Learns what rollouts were told before a restart, by the journal in ``directory``, and
+        what other nodes told theirs.
+        """
+        own = iter(()) if directory is None else told(directory)
+        if fleet is not None:
+            await fleet.learn(self.answers, own)
+        else:
+            await asyncio.to_thread(self._remember, own)
+
+    def _remember(self, own: Iterator[str]) -> None:
+        for result in own:
+            self.answers.add(result)
+
+    async def watch(self, recorder: Recorder) -> None:
+        """Asks the helper who it is until cancelled; another model closes the latch."""
+        log = structlog.get_logger("rewards")
+        while not recorder.state.closed:
+            await asyncio.sleep(IDENTITY_SECONDS)
+            try:
+                await self.helper.check_identity()
+            except errors.HelperIdentity as exc:
+                recorder.close_latch(exc.cause or exc.code, detail=exc.message)
+            except errors.HelperFault as exc:
+                # Unreachable between scores is no failure of the run: the next score will tell.
+                log.warning("the helper could not be asked who it is", reason=exc.message)
+
+    async def close(self) -> None:
+        """Frees the helper's connections."""
+        await self.helper.close()
+
+
+async def open_rewards(config: Config) -> Rewards:
+    """Verifies source and references and asks the helper who it is.
+
+    Raises ``UsageError`` where a file is not what it must be, ``HelperFault`` where the helper is
+    not there or is another.
+    """
+    section = config.reward
+    source = await asyncio.to_thread(_verified, config)
+    references = await asyncio.to_thread(
+        References.load, section.references.train, section.references.validation
+    )
+    helper = HelperClient(
+        kind=section.helper.kind,
+        url=_needed(section.helper.url, "reward.helper.url"),
+        model=_needed(section.helper.model, "reward.helper.model"),
+        model_sha256=_needed(section.helper.model_sha256, "reward.helper.model_sha256"),
+        timeout_seconds=section.helper.timeout_seconds,
+    )
+    try:
+        scorer = await asyncio.to_thread(Scorer, source)
+        identity = await helper.identity()
+    except BaseException:
+        await helper.close()
+        raise
+    facts = {
+        "source": dict(source.binding),
+        "references_sha256": references.digest,
+        "helper": dict(identity),
+        "seed": section.seed,
+    }
+    answers = AnswerDigests(config.execute.max_calls)
+    return Rewards(config, source, scorer, references, helper, facts, answers)
+
+
+def _verified(config: Config) -> VerifiedSource:
+    section = config.reward
+    if section.checkout is not None:
+        source = verify_checkout(section.checkout)
+    else:
+        source = verify_file(
+            _needed(section.source, "reward.source"),
+            _needed(section.source_sha256, "reward.source_sha256"),
+        )
+    source.refuse_overlap(config.run.needed_directory())
+    return source
+
+
+T = TypeVar("T")
+
+
+def _needed(value: T | None, key: str) -> T:
+    if value is None:
+        raise errors.ConfigError(f"{key} is not set, and rewards need it (reward.enabled)")
+    return value
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def told(directory: Path) -> Iterator[str]:
+    """The results of a run's answers, declined ones included, read from its journal."""
+    reader = RunReader(directory)
+    declined = False
+    for line in Scan(reader, History(reader.read(CLAIM), documents=True)):
+        kind, _, data = line.record
+        if kind == Kind.RETRIEVAL_ANSWERED:
+            yield "\n\n".join(document["contents"] for document in data["documents"])
+        elif kind == Kind.RETRIEVAL_DECLINED and not declined:
+            declined = True
+            yield DECLINED_RESULT

@@ -1,0 +1,122 @@
+"""The rows of a reward request: each usable, or the request refused before anything is spent."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.reward import RewardItem
+from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
+from smartsearch_sidecar.reward.references import References
+from smartsearch_sidecar.run.shared_quota import Allowance
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPolicy:
+    """The keys of ``[reward]`` that decide, as plain values.
+
+    ``deadline_seconds`` bounds waiting and scoring of one request; ``enforce_provenance`` refuses a
+    rollout with a broken block, otherwise it is only counted; ``unparsed_share_max`` is a share of
+    the verdict window.
+    """
+
+    deadline_seconds: float
+    max_input_bytes: int
+    batch_max: int
+    judge_provenance: bool
+    enforce_provenance: bool
+    side_by_side: bool
+    reuse_identical: bool
+    unparsed_share_max: float
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One rollout on its way: what is known of it, and what it has been answered so far."""
+
+    item: RewardItem
+    split: str
+    key: str
+    judgement: Judgement | None
+    number: int = 0
+    prompts: tuple[str, ...] = ()
+    texts: list[str] = field(default_factory=list)
+    reward: float = 0.0
+    verdicts: list[str] = field(default_factory=list)
+
+
+class Preparation:
+    """What is asked of a row before it is admitted. Blocking and pure: called in a thread."""
+
+    def __init__(
+        self,
+        references: References,
+        answers: AnswerDigests,
+        binding_sha256: str,
+        policy: ScoringPolicy,
+    ) -> None:
+        """``answers`` holds what this run handed to rollouts; ``binding_sha256`` names scorer,
+        references and helper, so that a score is reused only under the same ones.
+        """
+        self._references = references
+        self._answers = answers
+        self._binding = binding_sha256
+        self._policy = policy
+
+    def rows(self, items: Sequence[RewardItem]) -> list[Row]:
+        """Every row usable, or the first error."""
+        return [self._row(item) for item in items]
+
+    def _row(self, item: RewardItem) -> Row:
+        size = len(item.solution_str.encode())
+        if size > self._policy.max_input_bytes:
+            raise errors.SolutionTooLong(
+                f"a rollout of {size} bytes is over reward.max_input_bytes "
+                f"({self._policy.max_input_bytes})"
+            )
+        located = self._references.lookup(item.solution_str, item.ground_truth)
+        judgement = None
+        if self._policy.judge_provenance:
+            judgement = self._answers.judge(item.solution_str)
+            if judgement.broken and self._policy.enforce_provenance:
+                raise errors.ProvenanceBroken(
+                    f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
+                    "no answer of this run: the rollout met an error that never reached us (a "
+                    "proxy, a timeout, a refused connection)"
+                )
+        return Row(item, located.split, self._key(located.split, item), judgement)
+
+    def _key(self, split: str, item: RewardItem) -> str:
+        """What must be the same for a score to be reused, as 32 hex digits."""
+        digest = hashlib.blake2b(digest_size=16)
+        answers = item.ground_truth
+        parts = [self._binding, split, item.solution_str]
+        parts += ["one", answers] if isinstance(answers, str) else ["many", *answers]
+        for part in parts:
+            encoded = part.encode()
+            digest.update(len(encoded).to_bytes(8, "big") + encoded)
+        return digest.hexdigest()
+
+
+async def judged(
+    preparation: Preparation,
+    items: Sequence[RewardItem],
+    allowance: Allowance | None,
+    deadline: float,
+) -> list[Row]:
+    """Every row usable, or the first error. Where a block is not known here and the run has other
+    nodes, all of it is judged again once what they had answered is known.
+    """
+    if allowance is None:
+        return await asyncio.to_thread(preparation.rows, items)
+    try:
+        rows = await asyncio.to_thread(preparation.rows, items)
+        if not any(row.judgement and row.judgement.broken for row in rows):
+            return rows
+    except errors.ProvenanceBroken:
+        pass  # perhaps an answer of another node that is still on its way here
+    await allowance.answers_known(deadline)
+    return await asyncio.to_thread(preparation.rows, items)

@@ -1,0 +1,300 @@
+"""The order of one reward request, and the only place that knows it.
+
+slot -> latch -> rows (bounds, question, references, provenance) -> reuse -> admit all -> record
+``reward.requested`` -> source's bytes -> dry pass -> helper calls, each reserved, recorded and
+synced before it is sent -> second pass -> source's bytes -> record ``reward.answered``, synced ->
+answer.
+
+A batch is one request: it is refused whole before any helper call if one row is unusable, and it
+fails whole if one row fails. Every failure closes the latch, because the pinned trainer swallows
+the first exception and scores the batch again. Work admitted goes to its end in a task of its own:
+a caller that has left is recorded, not latched, for the trainer's side raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.reward import RewardItem
+from smartsearch_sidecar.ledger.recorder import Recorder
+from smartsearch_sidecar.reward.scorer import Scorer
+from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.run.reward_state import Score, Scores
+from smartsearch_sidecar.run.shared_quota import Allowance
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
+from smartsearch_sidecar.scoring.rows import Preparation, Row, ScoringPolicy, judged
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One reward, as it is answered."""
+
+    score: Score
+    reused: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """The body of ``/reward``, and a row of ``/reward/batch``."""
+        return {
+            "reward": self.score.reward,
+            "split": self.score.split,
+            "number": self.score.number,
+            "reused": self.reused,
+        }
+
+
+class Scoring:
+    """Rewards of one run."""
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        scores: Scores,
+        slots: Slots,
+        scorer: Scorer,
+        preparation: Preparation,
+        calls: MeteredCalls,
+        policy: ScoringPolicy,
+        allowance: Allowance | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.scores = scores
+        self.slots = slots
+        self.scorer = scorer
+        self.preparation = preparation
+        self.calls = calls
+        self.policy = policy
+        self.allowance = allowance
+        self._under_way: dict[str, asyncio.Future[Score]] = {}
+        self._tasks: set[asyncio.Task[list[Scored]]] = set()
+
+    async def score(self, items: Sequence[RewardItem], *, began: float) -> list[Scored]:
+        """The rewards of a batch, in order; ``began`` is the loop's clock at its first byte.
+
+        Raises a ``SidecarError`` whose latch is closed and durable by then.
+        """
+        task = asyncio.get_running_loop().create_task(
+            self._score(items, began + self.policy.deadline_seconds)
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # The task goes on if the caller is cancelled; its failure closes the latch all the same.
+        return await asyncio.shield(task)
+
+    async def _score(self, items: Sequence[RewardItem], deadline: float) -> list[Scored]:
+        try:
+            async with self.slots.hold(deadline):
+                self.recorder.state.refuse_closed()
+                rows = await judged(self.preparation, items, self.allowance, deadline)
+                answered = await self._answer(rows, deadline)
+            self.recorder.state.refuse_closed()
+            return answered
+        except errors.SidecarError as exc:
+            named = as_reward_failure(exc)
+            await self.recorder.refuse(named)
+            if named is exc:
+                raise
+            raise named from exc
+
+    # --- answering --------------------------------------------------------------------------------
+
+    async def _answer(self, rows: list[Row], deadline: float) -> list[Scored]:
+        """Reuses what was scored, shares what is being scored, scores the rest."""
+        if self.allowance is not None:
+            await self.allowance.room_to_score(lambda: self._wanted(rows), deadline)
+        fresh: list[Row] = []
+        waits: dict[str, asyncio.Future[Score]] = {}
+        if self.policy.reuse_identical:
+            for row in rows:
+                if row.key in self.scores.given or row.key in waits:
+                    continue
+                flight = self._under_way.get(row.key)
+                if flight is None:
+                    fresh.append(row)
+                    flight = asyncio.get_running_loop().create_future()
+                    flight.add_done_callback(_retrieved)
+                waits[row.key] = flight
+        else:
+            fresh = list(rows)
+        new = set(map(id, fresh))
+        self._admit(fresh)
+        if self.policy.reuse_identical:
+            self._under_way.update({row.key: waits[row.key] for row in fresh})
+        if fresh:
+            await self._run(fresh, deadline)
+        answered: list[Scored] = []
+        for row in rows:
+            if id(row) in new:
+                score = Score(row.split, row.number, row.reward)
+                answered.append(Scored(score, reused=False))
+                continue
+            given = self.scores.given.get(row.key)
+            if given is None:
+                given = await self._shared(waits[row.key], deadline)
+            await self.recorder.record(
+                Kind.REWARD_REUSED, None, {"split": given.split, "of": given.number}
+            )
+            answered.append(Scored(given, reused=True))
+        return answered
+
+    def _wanted(self, rows: list[Row]) -> Counter[str]:
+        """How many of ``rows`` would have to be scored now, per split."""
+        if not self.policy.reuse_identical:
+            return Counter(row.split for row in rows)
+        known = self.scores.given.keys() | self._under_way.keys()
+        return Counter({row.key: row.split for row in rows if row.key not in known}.values())
+
+    async def _shared(self, flight: asyncio.Future[Score], deadline: float) -> Score:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await asyncio.shield(flight)
+        except TimeoutError:
+            raise errors.RewardDeadline(
+                "the deadline passed while the same rollout was being scored for another request"
+            ) from None
+
+    def _admit(self, rows: list[Row]) -> None:
+        """All rows or none: the state is asked for every row before any is recorded."""
+        self.recorder.state.refuse_closed()
+        for split, meter in self.scores.splits.items():
+            wanted = sum(row.split == split for row in rows)
+            if meter.max_scores is not None and meter.score_attempts + wanted > meter.max_scores:
+                raise errors.QuotaExhausted(
+                    f"{wanted} more scores do not fit into {meter.section}.max_scores "
+                    f"({meter.max_scores}, {meter.score_attempts} used)"
+                )
+        for row in rows:
+            row.number = self.scores.splits[row.split].admit_score()
+            data: dict[str, Any] = {
+                "split": row.split,
+                "key": row.key,
+                "solution_str": row.item.solution_str,
+            }
+            if row.judgement is not None:
+                data["judged_blocks"] = row.judgement.judged
+                data["policy_blocks"] = row.judgement.policy_own
+                data["broken_blocks"] = list(row.judgement.broken)
+            self.recorder.post(Kind.REWARD_REQUESTED, row.number, data)
+
+    async def _run(self, rows: list[Row], deadline: float) -> None:
+        """Scores admitted rows; every one of them is settled when this returns or raises."""
+        try:
+            await asyncio.to_thread(self.scorer.source.recheck)
+            if self.policy.side_by_side:
+                await self._side_by_side(rows, deadline)
+            else:
+                await self._one_after_another(rows, deadline)
+            await asyncio.to_thread(self.scorer.source.recheck)
+            await self._record_rewards(rows)
+        except BaseException as exc:
+            self._fail(rows, exc)
+            raise
+
+    async def _side_by_side(self, rows: list[Row], deadline: float) -> None:
+        for row in rows:
+            row.prompts = await asyncio.to_thread(
+                self.scorer.collect_prompts, row.item.solution_str, row.item.ground_truth
+            )
+        owners = [row for row in rows for _ in row.prompts]
+        prompts = [prompt for row in rows for prompt in row.prompts]
+        texts = await self.calls.ask(owners, prompts, deadline)
+        for row, text in zip(owners, texts, strict=True):
+            row.texts.append(text)
+        for row in rows:
+            answers = list(zip(row.prompts, row.texts, strict=True))
+            row.reward = await asyncio.to_thread(
+                self.scorer.score, row.item.solution_str, row.item.ground_truth, answers
+            )
+
+    async def _one_after_another(self, rows: list[Row], deadline: float) -> None:
+        """Each prompt asked when the scorer asks it: the scorer's thread waits for the loop."""
+        loop = asyncio.get_running_loop()
+        for row in rows:
+
+            def ask(prompt: str, row: Row = row) -> str:
+                asking = asyncio.run_coroutine_threadsafe(
+                    self.calls.ask([row], [prompt], deadline), loop
+                )
+                (text,) = asking.result()
+                row.texts.append(text)
+                return text
+
+            row.reward = await asyncio.to_thread(
+                self.scorer.score_serial, row.item.solution_str, row.item.ground_truth, ask
+            )
+
+    async def _record_rewards(self, rows: list[Row]) -> None:
+        for row in rows:
+            row.verdicts = [self.scorer.verdict(text) for text in row.texts]
+        receipts = []
+        for row in rows:
+            data = {"split": row.split, "reward": row.reward, "verdicts": row.verdicts}
+            item = self.recorder.fold(Kind.REWARD_ANSWERED, row.number, data)
+            receipts.append(self.recorder.writer.post_for_receipt(item))
+        for receipt in receipts:
+            await receipt
+        for row in rows:
+            flight = self._under_way.pop(row.key, None)
+            if flight is not None and not flight.done():
+                flight.set_result(Score(row.split, row.number, row.reward))
+        share = self.scores.unparsed_share
+        if share > self.policy.unparsed_share_max:
+            raise errors.VerdictsUnparsed(
+                f"{share:.0%} of the last verdicts were neither 0 nor 1, above "
+                f"reward.unparsed_share_max ({self.policy.unparsed_share_max:g}): the pinned "
+                "scorer counts each of them as correct; look at what the helper writes"
+            )
+
+    # --- failing ----------------------------------------------------------------------------------
+
+    def _fail(self, rows: list[Row], exc: BaseException) -> None:
+        """Settles every row that is still open, and closes the latch under the failure's name."""
+        failure = as_reward_failure(exc)
+        for row in rows:
+            flight = self._under_way.pop(row.key, None)
+            if flight is not None and not flight.done():
+                flight.set_exception(failure)
+            if row.number not in self.scores.splits[row.split].scoring:
+                continue
+            data = {"split": row.split, "code": failure.code, "detail": failure.message}
+            try:
+                self.recorder.post(Kind.REWARD_FAILED, row.number, data)
+            except errors.LedgerFailed:
+                return  # the ledger failed first, and that is the cause
+        if failure.cause is not None:
+            self.recorder.close_latch(failure.cause, consumed=True, detail=failure.message)
+
+    async def close(self) -> None:
+        """Waits for scores under way and frees the helper's connections."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def as_reward_failure(exc: BaseException) -> errors.SidecarError:
+    """The failure under the name it has on this route.
+
+    Edge and overload causes get a ``reward_`` of their own, so that the latch says whose request it
+    was; what is not named at all is a broken promise of ours.
+    """
+    if isinstance(exc, errors.LatchClosed):
+        return errors.RewardLatched(exc.message)
+    if isinstance(exc, errors.Busy | errors.EdgeRefusal | errors.InvalidRequest):
+        if exc.cause is not None and not exc.cause.startswith(("reward_", "invalid_reward_")):
+            exc.cause = f"reward_{exc.cause}"
+        return exc
+    if isinstance(exc, errors.SidecarError):
+        return exc
+    if isinstance(exc, asyncio.CancelledError):
+        return errors.RewardCancelled("the daemon stopped before the score was finished")
+    return errors.InvariantBroken(f"a score ended in {type(exc).__name__}")
+
+
+def _retrieved(flight: asyncio.Future[Score]) -> None:
+    """A failure nobody shares must not warn at collection; its owner raises it."""
+    if not flight.cancelled():
+        flight.exception()

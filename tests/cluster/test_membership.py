@@ -1,0 +1,458 @@
+"""Whether a run's nodes are there: the table cell by cell, and the machine that takes the facts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.membership import GRACE, Company, Verdict
+from smartsearch_sidecar.cluster.membership_table import Cell, Hearing, Link, Reason, judge
+from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, Word
+
+LOST = 15.0
+
+
+def state(name: str = "b", beat: int = 1, word: Word = Word.HEALTHY, **changes: Any) -> NodeState:
+    """What a node says."""
+    values: dict[str, Any] = {
+        "instance": f"run of {name}",
+        "restarts": 0,
+        "beat": beat,
+        "word": word,
+        "ended": False,
+        "admitted": True,
+        "counts": {"retrieval_attempts": 3},
+        "seq": 7,
+        "head": "ab" * 32,
+        "cause": "deadline" if word is Word.FAILED else None,
+    }
+    return NodeState(**{**values, **changes})
+
+
+def company(*names: str, nodes: int | None = None) -> Company:
+    """Node a's view of nodes that have all just said that they are healthy, at time 0."""
+    found = Company("a", nodes or len(names), LOST, 0.0)
+    for name in names:
+        found.joined(name, f"run of {name}", 0.0)
+        found.heard(name, state(name), 0.0)
+    return found
+
+
+def tick(one: Company, start: float, end: float, step: float = 1.0) -> Verdict:
+    """Time passes, listened to."""
+    while start < end:
+        one.ticked(start)
+        start += step
+    return one.ticked(end)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+HEALTHY = (Word.HEALTHY, None)
+PENDING = (Word.PENDING, Reason.NODE_PENDING)
+QUIET = (Word.PENDING, Reason.NODE_QUIET)
+ABSENT = (Word.PENDING, Reason.NODE_ABSENT)
+GONE = (Word.FAILED, Reason.NODE_LOST)
+DOWN = (Word.PENDING, Reason.CLUSTER_UNREACHABLE)
+CUT = (Word.FAILED, Reason.CLUSTER_UNREACHABLE)
+FAILED = (Word.FAILED, Reason.NODE_FAILED)
+
+# By hearing: what a healthy, a pending and a failed word come to while the servers are reached.
+LINKED = {
+    Hearing.FRESH: (HEALTHY, PENDING, FAILED),
+    Hearing.ENDED: (HEALTHY, PENDING, FAILED),
+    Hearing.UNANSWERED: (QUIET, QUIET, FAILED),
+    Hearing.QUIET: (QUIET, QUIET, FAILED),
+    Hearing.AWAITED: (ABSENT, ABSENT, FAILED),
+    Hearing.LOST: (GONE, GONE, FAILED),
+    Hearing.NEVER: (GONE, GONE, FAILED),
+}
+
+
+@pytest.mark.parametrize("link, hearing, word", list(itertools.product(Link, Hearing, Word)))
+def test_every_cell(link: Link, hearing: Hearing, word: Word) -> None:
+    """Each combination of facts comes to what the design says, spelt out apart from the rows."""
+    expected = LINKED[hearing][list(Word).index(word)]
+    if link is not Link.UP and word is not Word.FAILED:
+        expected = DOWN if link is Link.DOWN else CUT
+    assert judge(link, hearing, word) == Cell(*expected)
+
+
+def test_only_one_row_is_healthy() -> None:
+    """Healthy is a node that is linked, says so, and was just heard or has ended."""
+    healthy = {
+        facts
+        for facts in itertools.product(Link, Hearing, Word)
+        if judge(*facts).state is Word.HEALTHY
+    }
+    assert healthy == {
+        (Link.UP, Hearing.FRESH, Word.HEALTHY),
+        (Link.UP, Hearing.ENDED, Word.HEALTHY),
+    }
+
+
+# --- all there ------------------------------------------------------------------------------------
+
+
+def test_a_run_is_healthy_when_every_node_says_so() -> None:
+    """Everybody there, everybody healthy."""
+    assert company("a", "b", "c").verdict(0.0) == Verdict(Word.HEALTHY)
+
+
+def test_the_worst_node_is_the_runs_state() -> None:
+    """One pending node makes the run pending and is named; a failed one closes the latch."""
+    one = company("a", "b", "c")
+    one.heard("c", state("c", 2, Word.PENDING), 1.0)
+    verdict = one.verdict(1.0)
+    assert (verdict.state, verdict.reason, verdict.node) == (*PENDING, "c")
+    assert verdict.cause is None
+    assert verdict.detail == "node c has work in flight"
+    one.heard("b", state("b", 2, Word.FAILED), 2.0)
+    verdict = one.verdict(2.0)
+    assert (verdict.state, verdict.reason, verdict.node) == (*FAILED, "b")
+    assert verdict.cause == "deadline"
+    assert "node b" in verdict.detail
+
+
+def test_a_failure_stays() -> None:
+    """Whatever a node says later, the run has failed with the first cause."""
+    one = company("a", "b", "c")
+    one.heard("b", state("b", 2, Word.FAILED), 1.0)
+    one.heard("b", state("b", 3), 2.0)
+    one.heard("c", state("c", 3, Word.FAILED, cause="ledger_failed"), 2.0)
+    assert one.verdict(2.0).cause == "deadline"
+    assert one.verdict(2.0).node == "b"
+
+
+def test_a_registered_node_that_says_nothing_is_pending() -> None:
+    """To have joined is not to be healthy; after lost_seconds it is lost."""
+    one = company("a", nodes=2)
+    one.joined("b", "run of b", 0.0)
+    assert one.verdict(0.0).reason is Reason.NODE_PENDING
+    assert one.verdict(0.0).detail == "node b has said nothing yet"
+    verdict = tick(one, 0.0, LOST)
+    assert (verdict.cause, verdict.node) == ("node_lost", "b")
+
+
+# --- silence --------------------------------------------------------------------------------------
+
+
+def test_silence_makes_pending_then_lost() -> None:
+    """From half of lost_seconds on the run is pending, at lost_seconds it has failed, by name."""
+    one = company("a", "b")
+    assert tick(one, 0.0, LOST / 2 - 0.1).state is Word.HEALTHY
+    verdict = tick(one, LOST / 2 - 0.1, LOST / 2)
+    assert (verdict.state, verdict.reason, verdict.node) == (*QUIET, "b")
+    assert verdict.cause is None
+    assert tick(one, LOST / 2, LOST - 0.1).state is Word.PENDING
+    verdict = tick(one, LOST - 0.1, LOST)
+    assert (verdict.state, verdict.reason, verdict.cause) == (*GONE, "node_lost")
+    assert verdict.detail == "node b has not been heard of for 15.0 s"
+
+
+def test_a_word_in_time_is_enough() -> None:
+    """A node heard of every fifth of lost_seconds is never quiet."""
+    one = company("a", "b")
+    for beat in range(2, 40):
+        now = beat * LOST / 5
+        assert one.ticked(now).state is Word.HEALTHY
+        one.heard("b", state("b", beat), now)
+
+
+def test_our_own_silence_is_not_judged() -> None:
+    """A node knows that it is there; the others judge whether they hear it."""
+    one = company("a")
+    assert tick(one, 0.0, 10 * LOST).state is Word.HEALTHY
+
+
+def test_what_was_told_before_is_no_sign_of_life() -> None:
+    """A watch that begins again tells a dead node's last word again, as often as it likes."""
+    one = company("a", "b")
+    for now in range(1, 16):
+        one.heard("b", state("b"), float(now))
+    assert one.ticked(LOST).cause == "node_lost"
+
+
+def test_an_older_word_is_no_news() -> None:
+    """A word that is overtaken on its way does not undo the later one."""
+    one = company("a", "b")
+    one.heard("b", state("b", 5, Word.PENDING), 1.0)
+    one.heard("b", state("b", 4), 2.0)
+    assert one.verdict(2.0).state is Word.PENDING
+    one.heard("b", state("b", 1, restarts=1), 3.0)
+    assert one.verdict(3.0).state is Word.HEALTHY
+
+
+def test_a_word_too_late_does_not_undo_the_loss() -> None:
+    """A node is lost when it is, not when somebody looks."""
+    one = company("a", "b", "c")
+    for now in range(1, 16):
+        one.heard("c", state("c", 1 + now), float(now))
+    one.heard("b", state("b", 2), LOST + 0.5)
+    assert (one.verdict(LOST + 0.5).cause, one.verdict(LOST + 0.5).node) == ("node_lost", "b")
+
+
+def test_anothers_words_under_a_nodes_name_are_not_its_own() -> None:
+    """The registration says which run directory a name is; the words of another count nothing."""
+    one = company("a", "b")
+    one.heard("b", state("b", 9, instance="another"), 1.0)
+    assert one.rows(1.0)["b"].state == state("b")
+    one = company("a", nodes=2)
+    one.heard("b", state("b", instance="another"), 0.0)
+    one.joined("b", "run of b", 0.0)
+    assert one.rows(0.0)["b"].state is None
+
+
+# --- absent nodes ---------------------------------------------------------------------------------
+
+
+def test_an_absent_node_makes_pending_for_as_long_as_nothing_runs() -> None:
+    """Before the first admission there is time without end to start the nodes."""
+    one = Company("a", 3, LOST, 0.0)
+    one.heard("a", state("a", admitted=False), 0.0)
+    verdict = tick(one, 0.0, 20 * LOST)
+    assert (verdict.state, verdict.reason) == ABSENT
+    assert verdict.detail == "2 of the run's 3 nodes have not joined yet (joined: a)"
+
+
+def test_an_absent_node_is_lost_after_the_first_admission() -> None:
+    """The clock runs from the first admission of any node, as far as it is known here."""
+    one = Company("a", 3, LOST, 0.0)
+    one.heard("a", state("a", admitted=False), 0.0)
+    one.heard("b", state("b", admitted=False), 0.0)
+    for now in range(1, 40):
+        one.heard("b", state("b", now + 1, admitted=now >= 10), float(now))
+        verdict = one.ticked(float(now))
+        assert (verdict.cause == "node_lost") is (now >= 25)
+    assert one.verdict(40.0).detail == "1 of the run's 3 nodes have never joined (joined: a, b)"
+    assert one.verdict(40.0).node is None
+
+
+def test_a_node_that_comes_late_but_in_time_is_welcome() -> None:
+    """The last to join makes the run healthy."""
+    one = company("a", nodes=2)
+    tick(one, 0.0, LOST - 1)
+    one.joined("b", "run of b", LOST - 1)
+    one.heard("b", state("b"), LOST - 1)
+    assert one.verdict(LOST - 1).state is Word.HEALTHY
+
+
+def test_a_node_that_comes_too_late_stays_lost() -> None:
+    """Also where nobody looked between the end of the time and its coming."""
+    for told in ("joined", "heard"):
+        one = company("a", nodes=2)
+        tick(one, 0.0, LOST - 0.5)
+        if told == "joined":
+            one.joined("b", "run of b", LOST + 0.5)
+        one.heard("b", state("b"), LOST + 0.5)
+        assert one.verdict(LOST + 0.5).cause == "node_lost"
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_a_node_that_ended_cleanly_is_settled() -> None:
+    """It has nothing more to say, and silence is what is expected of it."""
+    one = company("a", "b")
+    one.heard("b", state("b", 2, ended=True), 1.0)
+    assert tick(one, 1.0, 10 * LOST) == Verdict(Word.HEALTHY)
+    assert one.verdict(10 * LOST, answered=["a"]).state is Word.HEALTHY
+    assert one.rows(10 * LOST)["b"].hearing is Hearing.ENDED
+
+
+def test_a_node_that_ended_latched_has_failed() -> None:
+    """To end does not undo a failure."""
+    one = company("a", "b")
+    one.heard("b", state("b", 2, Word.FAILED, ended=True), 1.0)
+    assert one.verdict(1.0).cause == "deadline"
+
+
+def test_a_node_that_resumes_is_a_node_again() -> None:
+    """From its first word on, its silence counts."""
+    one = company("a", "b")
+    one.heard("b", state("b", 2, ended=True), 1.0)
+    tick(one, 1.0, 100.0)
+    one.heard("b", state("b", 1, restarts=1), 100.0)
+    assert one.verdict(100.0).state is Word.HEALTHY
+    assert tick(one, 100.0, 100.0 + LOST).cause == "node_lost"
+
+
+# --- the link -------------------------------------------------------------------------------------
+
+
+def test_losing_the_servers_is_not_healthy_at_once() -> None:
+    """Pending from the first moment, with the reason; back in time, the run goes on."""
+    one = company("a", "b")
+    one.disconnected(1.0)
+    verdict = one.verdict(1.0)
+    assert (verdict.state, verdict.reason, verdict.cause, verdict.node) == (*DOWN, None, None)
+    tick(one, 1.0, LOST)
+    one.connected(LOST + 0.9)
+    assert one.verdict(LOST + 0.9).reason is Reason.NODE_QUIET
+    one.heard("b", state("b", 2), LOST + 1.0)
+    assert one.verdict(LOST + 1.0).state is Word.HEALTHY
+
+
+def test_losing_the_servers_for_too_long_fails_the_run() -> None:
+    """After lost_seconds the latch closes, also where nobody looked before they were back."""
+    one = company("a", "b")
+    one.disconnected(1.0)
+    one.disconnected(9.0)
+    assert tick(one, 1.0, 1.0 + LOST).cause == "cluster_unreachable"
+    late = company("a", "b")
+    late.disconnected(1.0)
+    late.connected(1.0 + LOST)
+    late.heard("b", state("b", 2), 1.0 + LOST)
+    verdict = late.verdict(1.0 + LOST)
+    assert (verdict.state, verdict.reason, verdict.cause) == (*CUT, "cluster_unreachable")
+    assert verdict.detail == "node a does not reach the NATS servers"
+
+
+def test_nobody_is_lost_while_we_did_not_listen() -> None:
+    """Back after almost lost_seconds, each node has lost_seconds to be heard of again."""
+    one = company("a", "b")
+    one.disconnected(1.0)
+    tick(one, 1.0, 14.0)
+    one.connected(14.0)
+    assert tick(one, 14.0, 14.0 + LOST - 0.1).reason is Reason.NODE_QUIET
+    assert tick(one, 14.0 + LOST - 0.1, 14.0 + LOST).cause == "node_lost"
+
+
+def test_a_connection_that_comes_and_goes_hides_nobody_for_ever() -> None:
+    """A dead node is never taken for healthy meanwhile, and lost after a few times the time."""
+    one, now = company("a", "b"), 8.0
+    tick(one, 0.0, now)
+    while one.ticked(now).cause is None:
+        assert one.verdict(now).state is Word.PENDING
+        one.disconnected(now)
+        tick(one, now, now + 4.0)
+        one.connected(now + 4.0)
+        now += 5.0
+    assert one.verdict(now).cause == "node_lost"
+    assert GRACE * LOST <= now <= GRACE * LOST + 5
+
+
+def test_a_process_that_stood_still_does_not_blame_the_others() -> None:
+    """Stopped for a minute and going on, nobody is lost; but nobody is taken for healthy either."""
+    one = company("a", "b")
+    tick(one, 0.0, 5.0)
+    assert one.verdict(70.0).reason is Reason.NODE_QUIET
+    assert one.ticked(70.0).cause is None
+    one.heard("b", state("b", 2), 70.1)
+    assert one.verdict(70.1).state is Word.HEALTHY
+    dead = company("a", "b")
+    tick(dead, 0.0, 5.0)
+    assert tick(dead, 70.0, 70.0 + LOST).cause == "node_lost"
+
+
+# --- all asked ------------------------------------------------------------------------------------
+
+
+def test_a_node_that_does_not_answer_is_not_healthy() -> None:
+    """The gate takes a live answer for healthy, not a word that is some seconds old."""
+    one = company("a", "b")
+    verdict = one.verdict(1.0, answered={"a"})
+    assert (verdict.state, verdict.reason, verdict.node) == (*QUIET, "b")
+    assert verdict.detail == "node b did not answer"
+    assert one.verdict(1.0, answered={"a", "b"}).state is Word.HEALTHY
+    assert one.rows(1.0, answered={"a"})["b"].hearing is Hearing.UNANSWERED
+
+
+def test_rows_say_what_is_known_of_each_node() -> None:
+    """The page has a row per node: what was heard, how long ago, the last word."""
+    one = company("a", "b")
+    one.heard("b", state("b", 2, Word.PENDING), 2.0)
+    rows = one.rows(12.0)
+    assert list(rows) == ["a", "b"] == list(one.names)
+    assert rows["a"].silent_seconds == 0.0
+    assert rows["b"].silent_seconds == 10.0
+    assert rows["b"].hearing is Hearing.QUIET
+    assert rows["b"].state == state("b", 2, Word.PENDING)
+
+
+def test_asking_changes_nothing() -> None:
+    """A verdict asked for, however often and for whatever time, leaves the machine as it was."""
+    one, other = company("a", "b"), company("a", "b")
+    for now in (100.0, 3.0, 55.0):
+        one.verdict(now)
+        one.rows(now)
+    assert tick(one, 0.0, 9.0) == tick(other, 0.0, 9.0)
+    assert tick(one, 9.0, LOST) == tick(other, 9.0, LOST)
+
+
+# --- the values -----------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_state_are_pinned() -> None:
+    """Nodes of one version say how they are in exactly this form."""
+    said = state("b", 4, Word.FAILED)
+    assert said.encode() == (
+        b'{"admitted":true,"beat":4,"cause":"deadline","counts":{"retrieval_attempts":3},'
+        b'"ended":false,"head":"' + b"ab" * 32 + b'","instance":"run of b","restarts":0,"seq":7,'
+        b'"word":"failed"}'
+    )
+    assert NodeState.decode(said.encode()) == said
+    assert Registration("x").encode() == b'{"instance":"x"}'
+    assert Registration.decode(b'{"instance":"x"}') == Registration("x")
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (b'"failed"', b'"fine"'),
+        (b'"failed"', b'"healthy"'),
+        (b'"failed"', b"1"),
+        (b'"deadline"', b"null"),
+        (b'"deadline"', b"1"),
+        (b'"ended":false', b'"ended":0'),
+        (b'"admitted":true', b'"admitted":null'),
+        (b'"beat":4', b'"beat":-4'),
+        (b'"beat":4', b'"beat":true'),
+        (b'"beat":4', b'"beat":4.0'),
+        (b'"seq":7', b'"seq":"7"'),
+        (b'"counts":{"retrieval_attempts":3}', b'"counts":{"retrieval_attempts":"3"}'),
+        (b'"counts":{"retrieval_attempts":3}', b'"counts":[]'),
+        (b'"instance":"run of b"', b'"instance":null'),
+        (b'"beat":4,', b""),
+        (b'"beat":4,', b'"beat":4,"beat":4,'),
+        (b'"beat":4,', b'"beat":4, '),
+        (b'{"admitted"', b'{"a":1,"admitted"'),
+    ],
+)
+def test_another_state_is_not_read(before: bytes, after: bytes) -> None:
+    """A state of another shape is another version's."""
+    data = state("b", 4, Word.FAILED).encode()
+    assert before in data
+    with pytest.raises(errors.ClusterUnreadable):
+        NodeState.decode(data.replace(before, after))
+
+
+@pytest.mark.parametrize("data", [b"{}", b"[]", b'{"instance":1}', b'{"instance":"x","y":1}'])
+def test_another_registration_is_not_read(data: bytes) -> None:
+    """A registration of another shape is another version's."""
+    with pytest.raises(errors.ClusterUnreadable):
+        Registration.decode(data)
+
+
+def test_a_state_cannot_say_nonsense() -> None:
+    """A cause belongs to a failure, work in flight to a node that goes on, a count counts."""
+    nonsense: list[dict[str, Any]] = [
+        {"word": Word.FAILED, "cause": None},
+        {"cause": "deadline"},
+        {"word": Word.PENDING, "ended": True},
+        {"seq": -1},
+        {"counts": {"x": 1.5}},
+    ]
+    for changes in nonsense:
+        with pytest.raises(errors.InvariantBroken):
+            state(**changes)
+
+
+def test_a_name_belongs_to_one_run_directory() -> None:
+    """The same directory may come again, another one is refused by the name of the node."""
+    Registration("x").require("b", "x")
+    with pytest.raises(errors.ClusterRefused, match="as node b"):
+        Registration("x").require("b", "y")

@@ -1,0 +1,241 @@
+"""Rewards of a run of many nodes: an answer of any node is known where it is judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from smartsearch_sidecar.cluster.answers import AnswerStream
+from smartsearch_sidecar.cluster.bus import Linked, Read
+from smartsearch_sidecar.cluster.digests import decode_batch
+from smartsearch_sidecar.cluster.quota_leases import Leases
+from smartsearch_sidecar.gate.cluster import Fleet
+from tests.fakes import rollouts
+from tests.fakes.bus import Ground, MemoryBus
+from tests.fakes.cluster_run import bus_of, joined, leases, until
+from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, item, write_files
+from tests.fakes.served import Served
+
+
+@asynccontextmanager
+async def scoring(
+    tmp_path: Path, ground: Ground, helper: FakeHelper, name: str, **keys: Any
+) -> AsyncIterator[Served]:
+    """A node of two that scores; each has its own copy of source and references."""
+    folder = tmp_path / f"files-{name}"
+    folder.mkdir(exist_ok=True)
+    source, train, validation = write_files(folder)
+    settings: dict[str, Any] = {
+        "reward__enabled": True,
+        "reward__provenance": "enforce",
+        "reward__source": str(source),
+        "reward__source_sha256": SOURCE_SHA256,
+        "reward__references__train": str(train),
+        "reward__references__validation": str(validation),
+        "reward__helper__url": helper.url,
+        "reward__helper__model": MODEL,
+        "reward__helper__model_sha256": "a" * 64,
+        **keys,
+    }
+    async with joined(tmp_path, ground, name, 2, **settings) as run:
+        yield run
+
+
+@asynccontextmanager
+async def pair(tmp_path: Path, ground: Ground, **keys: Any) -> AsyncIterator[tuple[Served, Served]]:
+    """Two nodes that score, and a helper behind both."""
+    helper = FakeHelper()
+    await helper.start()
+    try:
+        async with (
+            scoring(tmp_path, ground, helper, "a", **keys) as first,
+            scoring(tmp_path, ground, helper, "b", **keys) as second,
+        ):
+            yield first, second
+    finally:
+        await helper.stop()
+
+
+async def rollout(run: Served, *queries: str, answer: str = "Paris") -> str:
+    """A rollout whose searches ``run`` answered."""
+    turns = []
+    for query in queries:
+        status, value = await run.execute(query)
+        assert status == 200, value
+        turns.append(rollouts.answered(query, value["result"]))
+    return rollouts.rollout(QUESTION, turns, rollouts.final(answer))
+
+
+async def reward(run: Served, *solutions: str) -> tuple[int, Any]:
+    return await run.internal(
+        "POST", "/reward/batch", {"items": [item(solution) for solution in solutions]}
+    )
+
+
+def stream_of(fleet: Fleet) -> AnswerStream:
+    """What a node publishes its answers to."""
+    stream = fleet.node.answers
+    assert stream is not None
+    return stream
+
+
+class LateBus(MemoryBus):
+    """A node that reads the stream later than anybody else."""
+
+    async def read(self, read: Read) -> None:
+        loop = asyncio.get_running_loop()
+        await super().read(
+            lambda sequence, data: ignored(loop.call_later(0.2, read, sequence, data))
+        )
+
+
+def ignored(_: object) -> None:
+    """What nobody asks for."""
+
+
+class LateGround(Ground):
+    """One where node ``a`` is late."""
+
+    def bus(self, linked: Linked = ignored, *, name: str = "") -> MemoryBus:
+        bus = LateBus(self, linked, name) if name == "a" else MemoryBus(self, linked, name)
+        self.buses.append(bus)
+        return bus
+
+
+async def test_a_late_reader_judges_when_it_has_read(tmp_path: Path) -> None:
+    """An answer published and not yet read where it is judged is waited for."""
+    async with pair(tmp_path, LateGround()) as (first, second):
+        solution = await rollout(second, "one", "two")
+        assert (await reward(first, solution))[0] == 200
+        assert (await first.health(5))[0] == 200
+
+
+async def test_no_score_beyond_the_lease(tmp_path: Path) -> None:
+    """A node without contact scores nothing it has not leased, and names the cause."""
+    ground = Ground()
+    async with pair(tmp_path, ground, reward__deadline_seconds=0.5) as (first, _):
+        solution = await rollout(first, "one")
+        ground.stop()
+        status, value = await reward(first, solution)
+        assert (status, value["error"]["code"]) == (503, "cluster_unreachable")
+        assert first.service.state.scores.splits["train"].score_attempts == 0
+
+
+async def test_an_answer_of_another_node_is_known(tmp_path: Path) -> None:
+    """A rollout searched on one node is scored on another at once, and the run stays healthy."""
+    async with pair(tmp_path, Ground()) as (first, second):
+        solution = await rollout(second, "one", "two")
+        status, value = await reward(first, solution)
+        assert (status, value["rewards"][0]["split"]) == (200, "train")
+        assert (await first.health(5))[0] == 200
+        assert (await second.health(5))[0] == 200
+
+
+async def test_an_answer_of_nobody_is_refused(tmp_path: Path) -> None:
+    """A block that no node of the run gave closes the latch of every node."""
+    async with pair(tmp_path, Ground()) as (first, second):
+        turn = rollouts.answered("one", "nobody said so")
+        solution = rollouts.rollout(QUESTION, [turn], rollouts.final("Paris"))
+        status, value = await reward(first, solution)
+        assert (status, value["error"]["code"]) == (409, "provenance_broken")
+        await until(lambda: second.service.state.closed)
+        cause = second.service.state.cause
+        assert cause is not None
+        assert cause.cause == "provenance_broken"
+
+
+async def test_what_cannot_be_known_is_not_called_broken(tmp_path: Path) -> None:
+    """Where the other node cannot be asked what it answered, the cause is that, not the rollout."""
+    ground = Ground()
+    async with pair(tmp_path, ground, reward__deadline_seconds=0.5) as (first, second):
+        assert (await second.execute("leases"))[0] == 200
+        bus_of(ground, "b").cut()
+        status, value = await reward(first, await rollout(second, "unpublished"))
+        assert (status, value["error"]["code"]) == (503, "cluster_unreachable")
+        cause = first.service.state.cause
+        assert cause is not None
+        assert "node b" in cause.detail
+
+
+async def test_a_resumed_node_publishes_what_the_stream_lacks(tmp_path: Path) -> None:
+    """Answers that a node gave and could not publish before it died are known once it is back."""
+    ground = Ground()
+    helper = FakeHelper()
+    await helper.start()
+    try:
+        async with scoring(tmp_path, ground, helper, "a") as first:
+            async with scoring(tmp_path, ground, helper, "b") as second:
+                assert (await second.execute("leases"))[0] == 200
+                bus_of(ground, "b").cut()
+                solution = await rollout(second, "unpublished")
+            before = len(ground.messages)
+            async with scoring(tmp_path, ground, helper, "b", resume=True):
+                await until(lambda: len(ground.messages) > before)
+                assert (await reward(first, solution))[0] == 200
+    finally:
+        await helper.stop()
+
+
+async def test_scores_and_calls_are_leased(tmp_path: Path) -> None:
+    """Scores and helper calls of all nodes come out of the run's quotas, and end with them."""
+    ground = Ground()
+    keys = {
+        "reward__max_scores": 8,
+        "reward__max_helper_calls": 8,
+        "reward__max_output_tokens": 8 * 2048,
+        "reward__reuse_identical": False,
+        "execute__max_calls": 400,
+        "cluster__lease_block": 2,
+    }
+    async with pair(tmp_path, ground, **keys) as (first, second):
+        codes = []
+        for run in (first, second, first, second, first):
+            _, value = await reward(run, await rollout(run, "one", "two"))
+            codes.append(value.get("error", {}).get("code"))
+            if codes[-1] is not None:
+                break
+        assert codes[-1] == "quota_exhausted"
+        value_now: Leases = leases(ground)
+        used = sum(
+            run.service.state.scores.splits["train"].model_attempts for run in (first, second)
+        )
+        assert used <= 8
+        assert value_now.taken("train.helper_calls") <= 8
+        await until(lambda: first.service.state.closed and second.service.state.closed)
+
+
+async def test_a_batch_waits_for_its_lease(tmp_path: Path) -> None:
+    """A batch larger than a block is leased whole, and scored whole."""
+    ground = Ground()
+    async with pair(tmp_path, ground, cluster__lease_block=2) as (first, second):
+        solutions = [await rollout(second, f"query {number}") for number in range(9)]
+        status, value = await reward(first, *solutions)
+        assert status == 200
+        assert len(value["rewards"]) == 9
+        assert leases(ground).of("a")["train.scores"] >= 9
+
+
+async def test_an_answer_is_published_once(tmp_path: Path) -> None:
+    """The same answer again, from whatever node, is no message more."""
+    ground = Ground()
+
+    def published() -> int:
+        return sum(len(decode_batch(message)) for message in ground.messages)
+
+    async with pair(tmp_path, ground) as (first, second):
+        streams = []
+        for run in (first, second):
+            fleet = run.service.allowance
+            assert isinstance(fleet, Fleet)
+            streams.append(stream_of(fleet))
+        await rollout(first, "one", " ", "two")
+        await streams[0].published()
+        assert published() == 3
+        await streams[1].read_up()
+        await rollout(second, "one", "one", "", "two", "three")
+        await streams[1].published()
+        assert published() == 4

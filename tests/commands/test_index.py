@@ -1,0 +1,148 @@
+"""``index build`` as a person types it: words in, exit code and sentences out."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.commands import app
+from smartsearch_sidecar.commands.index import build_if_missing, plain_lines
+from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
+from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
+
+CORPORA = Path(__file__).parents[1] / "data" / "corpora"
+PROGRAM = [sys.executable, "-c", "from smartsearch_sidecar.commands import main; main()"]
+
+
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without a terminal."""
+    return subprocess.run(
+        [*PROGRAM, "index", "build", *map(str, words)], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_build_says_what_it_made(tmp_path: Path) -> None:
+    """The last lines name the passages, those left out, and both digests."""
+    corpus = tmp_path / "corpus.jsonl"
+    bad = json.dumps({"id": "bad", "contents": "x </result>"})
+    corpus.write_text((CORPORA / "flashrag.jsonl").read_text("utf-8") + bad + "\n", "utf-8")
+    ended = run(corpus, tmp_path / "index")
+    manifest = manifests.read(tmp_path / "index")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, *digests = ended.stdout.splitlines()
+    assert first.startswith(
+        f"built {tmp_path / 'index'}: 7 passages (1 left out for protocol tags), 0.0 MiB, "
+    )
+    assert digests == [
+        f"corpus_sha256 {manifest.corpus_sha256} (flashrag)",
+        f"index_sha256  {manifest.index_sha256}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "options", "sentence"),
+    [
+        ("missing", [], "there is no corpus at"),
+        ("flashrag.jsonl", ["--format", "beir"], "line 1: there is no _id"),
+    ],
+)
+def test_what_cannot_be_built_is_one_sentence(
+    corpus: str, options: list[str], sentence: str, tmp_path: Path
+) -> None:
+    """A corpus that cannot be used ends with one sentence, exit code 2, and nothing made."""
+    ended = run(CORPORA / corpus, tmp_path / "index", *options)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("smartsearch-sidecar: ")
+    assert sentence in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_format_is_used(tmp_path: Path) -> None:
+    """Columns without a header are read when their format is named."""
+    corpus = tmp_path / "corpus.tsv"
+    corpus.write_text("1\tStones without mortar.\tWall\n")
+    result = CliRunner().invoke(
+        app, ["index", "build", str(corpus), str(tmp_path / "index"), "--format", "dpr"]
+    )
+    assert (result.exit_code, "1 passages" in result.output) == (0, True)
+    found = verify_and_open(tmp_path / "index").search("mortar", 5)
+    assert found[0]["contents"] == '"Wall"\nStones without mortar.'
+
+
+def test_an_unknown_format_is_refused_with_those_known() -> None:
+    """A format that does not exist is refused, and the known ones are listed."""
+    result = CliRunner().invoke(app, ["index", "build", "x", "y", "--format", "parquet"])
+    assert result.exit_code == 2
+    for name in ("flashrag", "dpr", "beir", "vital"):
+        assert name in result.output
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    """On a terminal each stage shows a bar, and nothing of it stays on the screen's last lines."""
+    ours, theirs = pty.openpty()
+    words = ["index", "build", str(CORPORA / "vital.json"), str(tmp_path / "index")]
+    process = subprocess.Popen(
+        [*PROGRAM, *words],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = bytearray()
+    while True:
+        try:
+            part = os.read(ours, 65_536)
+        except OSError:  # how Linux says that nobody writes to a terminal any more
+            break
+        if not part:
+            break
+        shown += part
+    out, _ = process.communicate(timeout=30)
+    os.close(ours)
+    assert process.returncode == 0
+    assert out.decode().startswith("built ")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    for stage in ("reading the corpus", "hashing the index"):
+        assert stage in text
+    assert "━" in text
+
+
+def test_no_terminal_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal progress is a line of text every two seconds, whatever the stage."""
+    now = 0.0
+    tell = plain_lines(lambda: now)
+    for tenth in range(100):
+        now = tenth / 10
+        stage = ["reading", "indexing", "merging", "hashing"][tenth // 25]
+        total = 0 if stage == "merging" else 64 * 1024 * 1024
+        tell(stage, tenth * 1024 * 1024 // 2, total)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading the corpus 10 of 64 MiB",
+        "indexing 20,971,520 of 67,108,864 passages",
+        "merging into one segment",
+        "hashing the index 40 of 64 MiB",
+    ]
+
+
+def test_the_demo_builds_once(tmp_path: Path) -> None:
+    """The demo's index is built where it is missing and left alone where it is there; without a
+    corpus the sentence says how to fetch one.
+    """
+    with pytest.raises(errors.UsageError, match="fetch it with `make setup`"):
+        build_if_missing(tmp_path / "missing.json", tmp_path / "index")
+    build_if_missing(CORPORA / "vital.json", tmp_path / "index")
+    built = (tmp_path / "index" / manifests.NAME).read_bytes()
+    build_if_missing(tmp_path / "missing.json", tmp_path / "index")
+    assert (tmp_path / "index" / manifests.NAME).read_bytes() == built

@@ -1,0 +1,500 @@
+"""``integrations/ray_sidecars.py`` against a real Ray cluster of three nodes, and real sidecars.
+
+Ray lives in a process of its own, a driver that is told what to do line by line: its threads and
+warnings are not this process's, and what it prints can be searched for capabilities. The nodes
+share one loopback here, so each sidecar takes any free port; one test gives each node a network of
+its own, where the machine allows it, and one port to all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smartsearch_sidecar.client import Client
+from smartsearch_sidecar.integrations import ray_sidecars
+from smartsearch_sidecar.ledger.verify import verify
+from smartsearch_sidecar.retrieval.bm25.build import build
+from tests.fakes.nats_cluster import nats_cluster
+from tests.fakes.process import ROOT, environment, toml
+from tests.fakes.served import (
+    ENVIRONMENT,
+    EXECUTE_CAPABILITY,
+    INTERNAL_CAPABILITY,
+    read_records,
+)
+
+CORPUS = ROOT / "tests" / "data" / "corpora" / "flashrag.jsonl"
+NODES = 3
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+# A cluster of seven processes, on a machine with other work to do.
+pytestmark = [pytest.mark.timeout(120)]
+if sys.version_info >= (3, 14):
+    pytestmark.append(pytest.mark.may_skip("there is no Ray for this Python yet"))
+
+
+# --- the driver: everything below runs in a process of its own ------------------------------------
+
+
+class Driver:
+    """A Ray driver, told by JSON lines: ``{"do": method, ...}`` to ``{"result"}`` or ``{"error"}``.
+
+    An error is the text of whatever was raised, with its class: what a person would see.
+    """
+
+    def __init__(self, folder: str) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
+
+        self.ray = ray
+        self.cluster: Any = Cluster()
+        self.added: dict[str, Any] = {}
+        self.runs: dict[str, ray_sidecars.Sidecars] = {}
+        os.environ["RAY_TMPDIR"] = folder
+        for number in range(NODES):
+            self.add(
+                str(number), connect=False, **({"include_dashboard": False} if not number else {})
+            )
+        ray.init(address=self.cluster.address, logging_level=logging.WARNING)
+
+    def add(self, tag: str, *, connect: bool = True, **keys: Any) -> str:
+        node = self.cluster.add_node(
+            num_cpus=1,
+            resources={f"tag-{tag}": 1},
+            object_store_memory=OBJECT_STORE_BYTES,
+            wait=connect,
+            **keys,
+        )
+        self.added[tag] = node
+        return str(node.node_id)
+
+    def add_apart(self, tag: str, network: str, address: str) -> None:
+        """A node in a network namespace: what a thread starts is where the thread is."""
+        libc, new_network = ctypes.CDLL(None, use_errno=True), 0x40000000
+        with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{network}") as there:
+            try:
+                assert libc.setns(there.fileno(), new_network) == 0
+                self.add(tag, connect=False, node_ip_address=address)
+            finally:
+                assert libc.setns(home.fileno(), new_network) == 0
+        self.cluster.wait_for_nodes()
+
+    def remove(self, tag: str) -> None:
+        self.cluster.remove_node(self.added.pop(tag), allow_graceful=False)
+
+    def start(
+        self, *, run: str, tags: list[str] | None = None, one_port: bool = False, **keys: Any
+    ) -> list[str]:
+        chosen = [str(number) for number in range(NODES)] if tags is None else tags
+        self.runs[run] = sidecars = ray_sidecars.start(
+            run=run,
+            program=[sys.executable, "-m", "smartsearch_sidecar"],
+            where=lambda node: any(node["Resources"].get(f"tag-{tag}") for tag in chosen),
+            port=None if one_port else lambda node: 0,
+            ready_seconds=60.0,
+            **keys,
+        )
+        return [repr(sidecars), str(sidecars), *sidecars.check(settle=5).nodes]
+
+    def check(self, *, run: str) -> Any:
+        verdict = self.runs[run].check(settle=5)
+        return verdict.healthy, verdict.nodes, str(verdict)
+
+    def url(self, *, run: str) -> str:
+        return self.runs[run].sandbox_url()
+
+    def stop(self, *, run: str) -> Any:
+        return self.runs[run].stop()
+
+    def collect(self, *, run: str, into: str) -> Any:
+        return self.runs[run].collect(into)
+
+    def actors(self) -> list[dict[str, Any]]:
+        state: Any = self.ray._private.state
+        return list(state.actors().values())
+
+    def serve(self) -> None:
+        answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what Ray prints is one text, in the log
+        print(json.dumps({"result": "ready"}), file=answers)
+        for line in sys.stdin:
+            words = json.loads(line)
+            try:
+                answer = {"result": getattr(self, words.pop("do"))(**words)}
+            except Exception as exc:  # noqa: BLE001 - the test is told, and judges
+                answer = {"error": f"{type(exc).__name__}: {exc}"}
+            print(json.dumps(answer, default=str), file=answers)
+        self.ray.shutdown()
+        self.cluster.shutdown()
+
+
+if __name__ == "__main__":
+    Driver(sys.argv[1]).serve()
+
+
+# --- the tests' side ------------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """What the driver raised, in words."""
+
+
+class Ray:
+    """The driver's process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "driver.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.integrations.test_ray", str(folder)],
+                env={**environment(), "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def __call__(self, do: str, **words: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise Refused(answer["error"])
+        return answer["result"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Ray]:
+    pytest.importorskip("ray", reason="ray is missing: run `make setup`")
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # a short path: it holds sockets
+    driver = Ray(folder)
+    try:
+        assert driver.answer() == "ready"
+        yield driver
+    finally:
+        driver.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ray") / "index"
+    build(CORPUS, folder)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, index: Path) -> Path:
+    """One configuration for all nodes, its capabilities in files beside it."""
+    for name, capability in (("execute", EXECUTE_CAPABILITY), ("internal", INTERNAL_CAPABILITY)):
+        (tmp_path / f"{name}.capability").write_text(capability)
+    path = tmp_path / "sidecar.toml"
+    values = {
+        "run.nodes": NODES,
+        "server.port": 0,
+        "server.execute_capability_file": "execute.capability",
+        "server.internal_capability_file": "internal.capability",
+        "retrieval.bm25.index": str(index),
+    }
+    path.write_text(toml(values))
+    return path
+
+
+def endpoints(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "endpoints.json").read_bytes())
+    return value
+
+
+def until(true: Callable[[], Any]) -> None:
+    """Ray tells of a lost node after some seconds."""
+    deadline = time.monotonic() + 40
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def asked(url: str) -> int:
+    """Asks as a rollout does; the status."""
+    return Client(url).execute("Aristotle", ENVIRONMENT).status
+
+
+def searched(folder: Path) -> int:
+    """The same by the address of one node's own run directory."""
+    return asked(endpoints(folder)["sandbox_url"])
+
+
+def kinds(folder: Path) -> list[str]:
+    return [record["kind"] for record in read_records(folder)]
+
+
+def test_a_node_is_found_again_by_its_host() -> None:
+    """A node's name is its host's, as the configuration takes it; several on one host differ."""
+
+    def named(*hosts: str) -> list[str]:
+        nodes = [
+            {"NodeID": f"{number}" * 56, "NodeManagerHostname": host}
+            for number, host in enumerate(hosts)
+        ]
+        return list(ray_sidecars._named(iter(nodes)))
+
+    assert named("gpu-7.cluster.local", "gpu-8") == ["gpu-7-cluster-local", "gpu-8"]
+    assert named("vm", "vm", "other") == ["vm-00000000", "vm-11111111", "other"]
+    assert len(named("x" * 200, "x" * 200)[0]) == 64
+
+
+def test_the_file_needs_no_ray_to_be_read() -> None:
+    """Ray is imported where it is used: a driver may look at the file before it has one."""
+    told = "import sys, smartsearch_sidecar.integrations.ray_sidecars; print('ray' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", told],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "False\n"
+
+
+def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """Each node has its own sidecar, one call tells of all, one failure fails the whole, a node
+    that comes late is noticed, and every ledger is brought home whole.
+    """
+    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "all"}
+    shown = ray("start", **words)
+    names = shown[2:]
+    assert len(names) == NODES
+    assert shown[0] == f"<sidecars on {', '.join(names)}>"
+    alive = [actor for actor in ray("actors") if actor["State"] == "ALIVE"]
+    assert len({actor["Address"]["NodeID"] for actor in alive}) == NODES
+    assert all(actor["Name"] == "" and int(actor["NumRestarts"]) == 0 for actor in alive)
+
+    folders = {name: tmp_path / name / "all" for name in names}
+    for number, folder in enumerate(folders.values(), 1):
+        assert [searched(folder) for _ in range(number)] == [200] * number
+    healthy, rows, _ = ray("check", run="all")
+    assert healthy
+    assert [rows[name]["responses"] for name in names] == [1, 2, 3]
+
+    with pytest.raises(Refused, match="one sandbox_url serves every node, but theirs differ"):
+        ray("url", run="all")
+
+    last = names[-1]
+    client = Client(endpoints(folders[last])["internal_url"])
+    assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
+    healthy, rows, said = ray("check", run="all")
+    assert not healthy
+    assert [rows[name]["state"] for name in names] == ["healthy", "healthy", "failed"]
+    assert f"{last}: failed: operator: a test" in said
+
+    with pytest.raises(Refused, match="stop them first"):
+        ray("collect", run="all", into=str(tmp_path / "home"))
+    assert ray("stop", run="all") == {**dict.fromkeys(names, 0), last: 4}
+    home = ray("collect", run="all", into=str(tmp_path / "home"))
+    assert home == {name: str(tmp_path / "home" / name) for name in names}
+    for name, folder in folders.items():
+        assert verify(tmp_path / "home" / name).ok
+        assert kinds(tmp_path / "home" / name) == kinds(folder)
+        assert kinds(folder)[-1] == "run.closed"
+    with pytest.raises(Refused, match="File exists"):
+        ray("collect", run="all", into=str(tmp_path / "home"))
+
+
+def test_a_killed_sidecar_stays_down_until_a_person_goes_on(
+    ray: Ray, config: Path, tmp_path: Path
+) -> None:
+    """Ray restarts nothing; a run that is resumed by hand has what was killed in its latch."""
+    words = {
+        "config": str(config),
+        "runs": str(tmp_path / "{node}"),
+        "run": "one",
+        "tags": ["0", "1"],
+    }
+    first, second = ray("start", **words)[2:]
+    folder = tmp_path / first / "one"
+    os.kill(endpoints(folder)["pid"], signal.SIGKILL)
+    healthy, rows, _ = ray("check", run="one")
+    assert not healthy
+    assert (rows[first]["state"], rows[first]["exit_code"]) == ("ended", 137)
+    assert rows[second]["state"] == "healthy"
+    assert ray("stop", run="one") == {first: 137, second: 0}
+    assert (folder / "endpoints.json").exists()
+    ray("collect", run="one", into=str(tmp_path / "home"))
+    home = [path for path in (tmp_path / "home" / first).rglob("*") if path.is_file()]
+    assert sorted(path.name for path in home) == ["000001.jsonl", "claim.json"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in home} == {0o600}
+
+    ray("start", **words, resume=True)
+    _, rows, _ = ray("check", run="one")
+    assert (rows[first]["state"], rows[first]["cause"]) == ("failed", "unclean_restart")
+    assert rows[second]["state"] == "healthy"
+    assert ray("stop", run="one") == {first: 4, second: 0}
+
+
+def test_nodes_come_and_go(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """One node's address is the run's; a node that came late has no sidecar; one that is lost takes
+    its sidecar with it in order, and neither is healthy.
+    """
+    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "few"}
+    ray("add", tag="late")
+    try:
+        (name,) = ray("start", **words, tags=["late"], one_port=True)[2:]
+        folder = tmp_path / name / "few"
+        assert ray("url", run="few") == endpoints(folder)["sandbox_url"]
+    finally:
+        ray("remove", tag="late")
+    until(lambda: not (folder / "endpoints.json").exists())
+    assert kinds(folder)[-1] == "run.closed"
+    until(lambda: ray("check", run="few")[1][name]["state"] == "unreachable")
+    assert not ray("check", run="few")[0]
+
+
+def test_one_that_cannot_begin_ends_all(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """Two nodes that share a folder cannot share a run: its last line is told, none stays up."""
+    words = {
+        "config": str(config),
+        "runs": str(tmp_path / "runs"),
+        "run": "both",
+        "tags": ["0", "1"],
+    }
+    with pytest.raises(Refused, match=r"RuntimeError: a sidecar could not begin: .*runs/both"):
+        ray("start", **words)
+    assert not (tmp_path / "runs" / "both" / "endpoints.json").exists()
+
+
+def test_nodes_of_one_run(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """With NATS each is told its name and the run's, each speaks for all, and one failure is every
+    node's; what the servers are asked with is in nothing that Ray keeps.
+    """
+    with nats_cluster(tmp_path / "nats", credentials="sidecar:pass-word-of-nats") as servers:
+        text = config.read_text().replace(f"run.nodes = {NODES}", "run.nodes = 2")
+        config.write_text(text + toml({"cluster.nats_url": servers.url}))
+        words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "run-7"}
+        names = ray("start", **words, tags=["0", "1"], coordinated=True)[2:]
+        healthy, rows, said = ray("check", run="run-7")
+        assert healthy, said
+        folders = [tmp_path / name / "run-7" for name in names]
+        for name, folder in zip(names, folders, strict=True):
+            cluster = json.loads((folder / "claim.json").read_bytes())["config"]["cluster"]
+            assert (cluster["node"], cluster["run_id"]) == (name, "run-7")
+        client = Client(endpoints(folders[0])["internal_url"])
+        assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
+        healthy, rows, _ = ray("check", run="run-7")
+        assert [(row["state"], row["cause"]) for row in rows.values()] == [
+            ("failed", "operator")
+        ] * 2
+        assert ray("stop", run="run-7") == dict.fromkeys(names, 4)
+    assert b"pass-word-of-nats" not in b"".join(kept(ray).values())
+
+
+@pytest.fixture
+def networks(ray: Ray) -> Iterator[dict[str, str]]:
+    """Two network namespaces on a bridge, by name, with the address each has there."""
+    bridge = f"ray{os.getpid() % 100_000}"
+    names = {f"{bridge}-{number}": f"10.231.77.{number}" for number in (2, 3)}
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def let_go() -> None:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        # A namespace goes with the last process in it; its cables need not wait for that.
+        for link in (f"{bridge}n0", f"{bridge}n1", bridge):
+            subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
+
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("address", "add", "10.231.77.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for number, (name, address) in enumerate(names.items()):
+            near, far = f"{bridge}n{number}", f"{bridge}f{number}"
+            ip("netns", "add", name)
+            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+            ip("link", "set", near, "master", bridge, "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", far)
+            ip("-n", name, "link", "set", far, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "via", "10.231.77.1")
+    except (OSError, subprocess.CalledProcessError):
+        let_go()
+        pytest.skip("this machine lets nobody make network namespaces")
+    yield names
+    let_go()
+
+
+@pytest.mark.may_skip("network namespaces need root and iproute2")
+def test_one_address_serves_every_node(
+    ray: Ray, config: Path, tmp_path: Path, networks: dict[str, str]
+) -> None:
+    """Where each node has a loopback of its own, one port and one address are every node's: a
+    rollout that is given it reaches the sidecar beside it.
+    """
+    for network, address in networks.items():
+        ray("add_apart", tag=network, network=network, address=address)
+    config.write_text(config.read_text().replace("server.port = 0", "server.port = 8765"))
+    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "apart"}
+    try:
+        names = ray("start", **words, tags=list(networks), one_port=True)[2:]
+        url = ray("url", run="apart")
+        assert url == f"http://127.0.0.1:8765/{EXECUTE_CAPABILITY}"
+        ask = "import sys; from tests.integrations.test_ray import *; print(asked(sys.argv[1]))"
+        for network in networks:
+            rollout = ["ip", "netns", "exec", network, sys.executable, "-c", ask, url]
+            ended = subprocess.run(
+                rollout, env=environment(), capture_output=True, text=True, check=True
+            )
+            assert ended.stdout == "200\n"
+        healthy, rows, _ = ray("check", run="apart")
+        assert healthy
+        assert [row["responses"] for row in rows.values()] == [1, 1]
+        assert ray("stop", run="apart") == dict.fromkeys(names, 0)
+    finally:
+        for network in networks:
+            ray("remove", tag=network)
+
+
+def kept(ray: Ray) -> dict[str, bytes]:
+    """What Ray and the driver have written, by file."""
+    return {str(path): path.read_bytes() for path in ray.folder.rglob("*") if path.is_file()}
+
+
+def test_nothing_ray_keeps_holds_a_capability(ray: Ray) -> None:
+    """Neither its logs, nor its tables, nor what the driver printed, after all of the above."""
+    tables = json.dumps(ray("actors"))
+    texts = kept(ray)
+    assert any("raylet" in path for path in texts)
+    for capability in (EXECUTE_CAPABILITY, INTERNAL_CAPABILITY):
+        assert capability not in tables
+        assert [path for path, text in texts.items() if capability.encode() in text] == []

@@ -1,0 +1,284 @@
+"""The meter's rules: what may be sent, what it has cost, and that a fold reaches the same value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, WAIT, Meter, Reservation
+
+
+def usage(meter: Meter) -> tuple[int, int, int, int, int]:
+    """The five counters of helper calls."""
+    return (
+        meter.model_attempts,
+        meter.model_responses,
+        meter.input_tokens,
+        meter.output_tokens,
+        meter.unknown_output_token_reservations,
+    )
+
+
+def test_a_reservation_is_the_cap_until_it_is_measured() -> None:
+    """2,048 tokens are kept when a call is sent, and its own tokens once they are known."""
+    meter = Meter(10, 10_000)
+    assert meter.reserve() == Reservation(1, MAX_NEW_TOKENS)
+    assert usage(meter) == (1, 0, 0, 0, 2048)
+    meter.settle(1, 300, 12)
+    assert usage(meter) == (1, 1, 300, 12, 0)
+    assert meter.settled
+
+
+def test_a_lost_call_keeps_its_reservation() -> None:
+    """What nobody measured may have cost all of it, as in the reference."""
+    meter = Meter(10, 10_000)
+    meter.reserve()
+    meter.lost(1)
+    assert usage(meter) == (1, 0, 0, 0, 2048)
+    assert meter.settled
+
+
+def test_a_measured_failure_is_a_response_with_its_tokens() -> None:
+    """A wrong, empty or over-long answer was paid for, as in the reference."""
+    meter = Meter(10, 10_000)
+    meter.reserve()
+    meter.on_failed(1, (300, 2100))
+    assert usage(meter) == (1, 1, 300, 2100, 0)
+
+
+def test_a_call_that_was_never_sent_gives_its_reservation_back() -> None:
+    """It costs nothing, but its number is used up."""
+    meter = Meter(10, 2048)
+    meter.reserve()
+    meter.on_failed(1, sent=False)
+    assert usage(meter) == (1, 0, 0, 0, 0)
+    assert meter.reserve() == Reservation(2, 2048)
+
+
+def test_what_does_not_fit_waits_while_others_are_unsettled() -> None:
+    """A cheap answer makes room for the call that waited."""
+    meter = Meter(10, 4096 + 100)
+    meter.reserve()
+    meter.reserve()
+    assert meter.reserve() == WAIT
+    assert usage(meter)[0] == 2
+    meter.settle(1, 5, 101)
+    assert meter.reserve() == WAIT
+    meter.settle(2, 5, 100)
+    assert meter.reserve() == Reservation(3, 2048)
+
+
+def test_tokens_are_exhausted_only_once_nothing_is_unsettled() -> None:
+    """Then no later settlement can make room any more."""
+    meter = Meter(10, 2048 + 2047, section="reward.validation")
+    meter.reserve()
+    assert meter.reserve() == WAIT
+    meter.lost(1)
+    with pytest.raises(errors.QuotaExhausted, match=r"reward\.validation\.max_output_tokens"):
+        meter.reserve()
+
+
+def test_a_quota_below_one_call_is_exhausted_at_once() -> None:
+    """The first call is admitted or refused by the same rule as any other."""
+    with pytest.raises(errors.QuotaExhausted):
+        Meter(10, 2047).reserve()
+    assert Meter(10, 2048).reserve() == Reservation(1, 2048)
+
+
+def test_calls_are_exhausted_at_once() -> None:
+    """Waiting brings no call back, so nobody waits for one."""
+    meter = Meter(1, 10_000)
+    meter.reserve()
+    with pytest.raises(errors.QuotaExhausted, match=r"reward\.max_helper_calls"):
+        meter.reserve()
+
+
+def test_an_overlong_answer_is_counted_as_it_was() -> None:
+    """Tokens above the reservation are booked, and bind whoever comes after."""
+    meter = Meter(10, 4096)
+    meter.reserve()
+    meter.on_failed(1, (5, 3000))
+    with pytest.raises(errors.QuotaExhausted):
+        meter.reserve()
+    assert meter.output_tokens == 3000
+
+
+def test_scores_have_numbers_and_a_quota_of_their_own() -> None:
+    """Attempts count when they begin, responses when they have a reward."""
+    meter = Meter(10, 10_000, max_scores=2)
+    meter.on_score_requested(meter.admit_score())
+    meter.on_score_requested(meter.admit_score())
+    assert not meter.settled
+    meter.on_score_failed(1)
+    meter.on_score_answered(2)
+    assert (meter.score_attempts, meter.score_responses, meter.settled) == (2, 1, True)
+    with pytest.raises(errors.QuotaExhausted, match=r"reward\.max_scores"):
+        meter.admit_score()
+
+
+def test_usage_has_the_names_of_the_reference() -> None:
+    """Operators compare the two, key by key."""
+    assert list(Meter(1, 1).usage().items()) == [
+        ("score_attempts", 0),
+        ("score_responses", 0),
+        ("model_attempts", 0),
+        ("model_responses", 0),
+        ("input_tokens", 0),
+        ("output_tokens", 0),
+        ("unknown_output_token_reservations", 0),
+    ]
+
+
+IMPOSSIBLE: dict[str, list[tuple[Any, ...]]] = {
+    "a first call that is not the first": [("on_requested", 2)],
+    "a number twice": [("on_requested", 1), ("on_requested", 1)],
+    "a gap": [("on_requested", 1), ("on_requested", 3)],
+    "more calls than allowed": [("on_requested", 1), ("on_requested", 2), ("on_requested", 3)],
+    "an answer to nothing": [("on_answered", 1, 1, 1)],
+    "a failure of nothing": [("on_failed", 1)],
+    "two answers": [("on_requested", 1), ("on_answered", 1, 1, 1), ("on_answered", 1, 1, 1)],
+    "a failure after an answer": [("on_requested", 1), ("on_answered", 1, 1, 1), ("on_failed", 1)],
+    "an answer after a failure": [("on_requested", 1), ("on_failed", 1), ("on_answered", 1, 1, 1)],
+    "negative tokens": [("on_requested", 1), ("on_answered", 1, 1, -1)],
+    "tokens that are no number": [("on_requested", 1), ("on_failed", 1, (True, 1))],
+    "a score that is not the next": [("on_score_requested", 2)],
+    "more scores than allowed": [("on_score_requested", 1), ("on_score_requested", 2)],
+    "a reward for nothing": [("on_score_answered", 1)],
+    "a failed score that never was": [("on_score_failed", 1)],
+}
+
+
+@pytest.mark.parametrize("story", IMPOSSIBLE)
+def test_an_impossible_history_is_a_broken_invariant(story: str) -> None:
+    """A fold stops at what cannot have happened, and the state stays as it was before."""
+    meter = Meter(2, 10_000, max_scores=1)
+    *before, last = IMPOSSIBLE[story]
+    for name, *arguments in before:
+        getattr(meter, name)(*arguments)
+    seen, name, *arguments = repr(meter), *last
+    with pytest.raises(errors.InvariantBroken):
+        getattr(meter, name)(*arguments)
+    assert repr(meter) == seen
+
+
+def test_a_request_that_had_to_wait_cannot_have_been_recorded() -> None:
+    """The fold checks the quota again: a record beyond it is not ours."""
+    meter = Meter(10, 2048)
+    meter.on_requested(1)
+    with pytest.raises(errors.InvariantBroken):
+        meter.on_requested(2)
+
+
+def test_a_measured_call_was_sent() -> None:
+    """Usage and never sent contradict each other."""
+    meter = Meter(10, 10_000)
+    meter.reserve()
+    with pytest.raises(errors.InvariantBroken):
+        meter.on_failed(1, (1, 1), sent=False)
+
+
+class MeterMachine(RuleBasedStateMachine):
+    """Any interleaving of calls and settlements, beside a naive account of what was spent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = Meter(12, 9 * 1000 + 48, cap=1000)
+        self.folded = Meter(12, 9 * 1000 + 48, cap=1000)
+        self.open: list[int] = []
+        self.spent: dict[int, int | None] = {}
+        self.read = 0
+
+    @rule()
+    def ask(self) -> None:
+        """Admission says yes, wait or exhausted, and each of them only where it is true."""
+        room = 9 * 1000 + 48 - self.at_most()
+        try:
+            decision = self.live.reserve()
+        except errors.QuotaExhausted:
+            assert len(self.spent) == 12 or (room < 1000 and not self.open)
+            return
+        if decision == WAIT:
+            assert room < 1000
+            assert self.open
+            return
+        assert isinstance(decision, Reservation)
+        assert room >= 1000
+        assert decision == Reservation(len(self.spent) + 1, 1000)
+        self.folded.on_requested(decision.number)
+        self.open.append(decision.number)
+        self.spent[decision.number] = None
+
+    def settle_one(self, choice: int) -> int:
+        return self.open.pop(choice % len(self.open))
+
+    @precondition(lambda self: self.open)
+    @rule(choice=st.integers(0, 20), read=st.integers(0, 500), written=st.integers(0, 1000))
+    def answer(self, choice: int, read: int, written: int) -> None:
+        """A call is measured."""
+        number = self.settle_one(choice)
+        self.live.settle(number, read, written)
+        self.folded.on_answered(number, read, written)
+        self.spent[number], self.read = written, self.read + read
+
+    @precondition(lambda self: self.open)
+    @rule(choice=st.integers(0, 20), written=st.integers(0, 1000))
+    def refuse(self, choice: int, written: int) -> None:
+        """A call is refused for what it says, and measured all the same."""
+        number = self.settle_one(choice)
+        self.live.settle(number, 7, written)
+        self.folded.on_failed(number, (7, written))
+        self.spent[number], self.read = written, self.read + 7
+
+    @precondition(lambda self: self.open)
+    @rule(choice=st.integers(0, 20))
+    def lose(self, choice: int) -> None:
+        """A call is lost."""
+        number = self.settle_one(choice)
+        self.live.lost(number)
+        self.folded.on_failed(number)
+
+    @precondition(lambda self: self.open)
+    @rule(choice=st.integers(0, 20))
+    def keep_back(self, choice: int) -> None:
+        """A call is recorded and not sent."""
+        number = self.settle_one(choice)
+        self.live.on_failed(number, sent=False)
+        self.folded.on_failed(number, sent=False)
+        self.spent[number] = 0
+
+    def at_most(self) -> int:
+        """What can have been spent: measured tokens, and the cap where nobody knows."""
+        return sum(1000 if tokens is None else tokens for tokens in self.spent.values())
+
+    @invariant()
+    def never_over_quota(self) -> None:
+        """Tokens and reservations together are what can have been spent, and within the quota."""
+        assert self.live.committed_output_tokens == self.at_most() <= 9 * 1000 + 48
+        assert self.live.output_tokens == sum(filter(None, self.spent.values()))
+        assert self.live.input_tokens == self.read
+        assert self.live.model_attempts == len(self.spent) <= 12
+        assert self.live.unsettled == set(self.open)
+        assert self.live.settled == (not self.open)
+
+    @invariant()
+    def the_fold_is_the_state(self) -> None:
+        """Records folded in order reach the value that was lived through."""
+        assert self.folded == self.live
+
+    def teardown(self) -> None:
+        """Waiting ends: once everything is settled, whoever waits is admitted or refused."""
+        while self.open:
+            self.lose(0)
+        try:
+            assert isinstance(self.live.admit(), Reservation)
+        except errors.QuotaExhausted:
+            assert self.at_most() + 1000 > 9 * 1000 + 48 or len(self.spent) == 12
+
+
+TestMeterMachine = MeterMachine.TestCase
+TestMeterMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

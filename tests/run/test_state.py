@@ -1,0 +1,244 @@
+"""The fold: what a run admits, counts and closes, and the sequences that are no history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.record import KINDS, Kind, Record
+from smartsearch_sidecar.run.state import Cause, Phase, RunState
+from tests.fakes.journals import Event, answered, closed, failed, latched, requested
+
+
+def claimed(max_calls: int = 10) -> Event:
+    """The first record."""
+    return Kind.RUN_CLAIMED, None, {"max_calls": max_calls, "claim_sha256": "c" * 64}
+
+
+def folded(*events: Event, max_calls: int = 10) -> RunState:
+    """The state after these events, claimed first."""
+    state = RunState()
+    for kind, number, data in (claimed(max_calls), *events):
+        state.fold(Record(kind.value, number, data))
+    return state
+
+
+def declined(number: int, reason: str = "empty") -> Event:
+    """A declined query."""
+    return Kind.RETRIEVAL_DECLINED, number, {"reason": reason, "env": "e", "call": "c"}
+
+
+def lost(number: int | None) -> Event:
+    """A client that had gone."""
+    return Kind.DELIVERY_LOST, number, {"stage": "waiting"}
+
+
+def checkpoint(step: int = 1, **data: Any) -> Event:
+    """An accepted checkpoint."""
+    return Kind.CHECKPOINT_ACCEPTED, 1, {"step": step, **data}
+
+
+ASK = requested(1, "one")
+ANSWER = answered(1, "one")
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+def test_new_run_is_open_and_settled() -> None:
+    """Before anything was asked, nothing is counted and the quota is the claim's."""
+    state = folded()
+    assert (state.phase, state.settled, state.admit_search()) == (Phase.OPEN, True, 1)
+    assert state.usage() == dict.fromkeys(state.usage(), 0)
+
+
+def test_search_is_pending_until_it_is_settled() -> None:
+    """An admitted search counts at once and is unsettled until its answer or its failure."""
+    assert not folded(ASK).settled
+    assert folded(ASK).usage()["retrieval_attempts"] == 1
+    assert folded(ASK, ANSWER).settled
+    assert folded(ASK, failed(1)).settled
+    assert folded(ASK, ANSWER).usage()["retrieval_responses"] == 1
+    assert folded(ASK, failed(1)).usage()["retrieval_failed"] == 1
+
+
+def test_answers_come_in_any_order() -> None:
+    """Numbers are of admission, not of completion."""
+    state = folded(ASK, requested(2, "two"), answered(2, "two"), ANSWER)
+    assert (state.attempts, state.responses, state.settled) == (2, 2, True)
+
+
+def test_admission_changes_nothing() -> None:
+    """Only the record counts: asking twice gives the same number twice."""
+    state = folded(ASK)
+    before = folded(ASK)
+    assert state.admit_search() == state.admit_search() == 2
+    assert state == before
+
+
+def test_declined_queries_have_a_series_of_their_own() -> None:
+    """A declined query consumes no attempt."""
+    state = folded(declined(1), ASK, ANSWER, declined(2, "too_long"), declined(3))
+    assert (state.attempts, state.declined) == (1, 3)
+    assert state.declined_by == {"empty": 2, "too_long": 1}
+
+
+def test_answers_tell_cache_and_dropped_passages() -> None:
+    """What an answer cost and left out is counted from its record alone."""
+    kind, number, data = ANSWER
+    state = folded(ASK, (kind, number, {**data, "cache": "hit", "dropped": [{}, {}]}))
+    assert (state.cache, state.dropped_passages) == ({"hit": 1}, 2)
+
+
+def test_lost_deliveries_are_counted() -> None:
+    """With and without an attempt."""
+    assert folded(ASK, ANSWER, lost(1), lost(None)).lost == 2
+
+
+def test_checkpoints_are_counted_by_step() -> None:
+    """The same step may come again, and is told apart by its occurrence."""
+    state = folded(checkpoint(5), checkpoint(5), (Kind.CHECKPOINT_REFUSED, 1, {"step": 6}))
+    assert (state.checkpoints_accepted, state.checkpoints_refused) == (2, 1)
+    assert state.checkpoint_steps == {5: 2}
+
+
+# --- the latch ------------------------------------------------------------------------------------
+
+
+def test_latch_closes_for_good_with_its_cause() -> None:
+    """Closed means that nothing is admitted any more, and why stays readable."""
+    state = folded(ASK, failed(1), latched("retrieval_failed", 1, consumed=True))
+    assert state.closed
+    assert state.cause == Cause("retrieval_failed", 1, True, "for a test")
+    with pytest.raises(errors.LatchClosed):
+        state.admit_search()
+
+
+def test_work_admitted_before_is_settled_after() -> None:
+    """A search that was under way when the latch closed is still recorded."""
+    assert folded(ASK, latched("http_busy"), ANSWER).responses == 1
+
+
+def test_cause_reads_back() -> None:
+    """``latch.closed`` holds all of a cause."""
+    cause = Cause("deadline", 3, True, "a sentence")
+    assert Cause.from_data(cause.as_data()) == cause
+
+
+def test_quota_is_exhausted_exactly_at_its_end() -> None:
+    """The last search is admitted, the next one is not."""
+    state = folded(ASK, ANSWER, max_calls=2)
+    assert state.admit_search() == 2
+    state.fold(Record(Kind.RETRIEVAL_REQUESTED.value, 2, {}))
+    with pytest.raises(errors.QuotaExhausted):
+        state.admit_search()
+
+
+# --- ends and restarts ----------------------------------------------------------------------------
+
+
+def test_end_is_clean_only_as_the_last_record() -> None:
+    """Anything after ``run.closed`` means that the run went on."""
+    assert folded(closed(0)).closed_cleanly
+    assert not folded(closed(0), (Kind.RUN_RESUMED, None, {})).closed_cleanly
+    assert not folded(ASK, ANSWER).closed_cleanly
+
+
+def test_restart_keeps_numbers_and_counts() -> None:
+    """A number is never used twice, also not across a restart."""
+    state = folded(ASK, ANSWER, closed(1), (Kind.RUN_RESUMED, None, {}))
+    assert (state.restarts, state.admit_search(), state.responses) == (1, 2, 1)
+
+
+def test_what_was_unsettled_stays_so_over_a_restart() -> None:
+    """A search that no process is working on is not forgotten."""
+    state = folded(ASK, (Kind.RUN_RESUMED, None, {}))
+    assert state.searching == {1}
+
+
+# --- sequences that are no history ----------------------------------------------------------------
+
+LATCH = latched("operator")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([requested(2, "two")], id="number skipped"),
+        pytest.param([ASK, ASK], id="number used twice"),
+        pytest.param([requested(0, "none")], id="number below the first"),
+        pytest.param([(Kind.RETRIEVAL_REQUESTED, None, {})], id="no number"),
+        pytest.param([ANSWER], id="answered without being admitted"),
+        pytest.param([ASK, ANSWER, ANSWER], id="answered twice"),
+        pytest.param([ASK, ANSWER, failed(1)], id="answered and failed"),
+        pytest.param([ASK, (Kind.RETRIEVAL_FAILED, None, {})], id="failed without a number"),
+        pytest.param([declined(2)], id="declined out of order"),
+        pytest.param([LATCH, LATCH], id="latched twice"),
+        pytest.param([LATCH, ASK], id="admitted after the latch"),
+        pytest.param([LATCH, declined(1)], id="declined after the latch"),
+        pytest.param([LATCH, checkpoint()], id="checkpoint after the latch"),
+        pytest.param([ASK, checkpoint()], id="checkpoint while pending"),
+        pytest.param(
+            [ASK, ANSWER, checkpoint(usage={"retrieval_attempts": 2})], id="checkpoint miscounts"
+        ),
+        pytest.param([ASK, ANSWER, closed(2)], id="end miscounts"),
+        pytest.param([lost(1)], id="lost without an attempt"),
+        pytest.param([ASK, lost(2)], id="lost of a later attempt"),
+    ],
+)
+def test_impossible_sequence_is_refused(events: list[Event]) -> None:
+    """No process of ours writes these, so no journal that holds one is read."""
+    with pytest.raises(errors.LedgerCorrupt):
+        folded(*events)
+
+
+def test_search_over_the_quota_is_refused() -> None:
+    """The quota binds the history, not only the process."""
+    with pytest.raises(errors.LedgerCorrupt, match="quota of 1"):
+        folded(ASK, ANSWER, requested(2, "two"), max_calls=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "data"),
+    [
+        (Kind.RUN_CLAIMED, None, {}),
+        (Kind.RUN_CLAIMED, None, {"max_calls": "many", "claim_sha256": ""}),
+        (Kind.RUN_CLAIMED, None, {"max_calls": 1, "claim_sha256": "", "reward": []}),
+        (Kind.RETRIEVAL_DECLINED, 1, {}),
+        (Kind.RETRIEVAL_DECLINED, 1, {"reason": []}),
+        (Kind.LATCH_CLOSED, None, {}),
+        (Kind.CHECKPOINT_ACCEPTED, 1, {"step": 1, "usage": 3}),
+        (Kind.CHECKPOINT_ACCEPTED, 1, {}),
+        (Kind.REWARD_REQUESTED, 1, {}),
+        (Kind.REWARD_REQUESTED, 1, {"split": "train"}),
+        (Kind.HELPER_FAILED, 1, {"split": "train", "usage": 7}),
+    ],
+)
+def test_record_without_what_is_read_of_it_is_refused(
+    kind: Kind, number: int | None, data: dict[str, Any]
+) -> None:
+    """Missing or misshapen data is a damaged ledger, never a traceback."""
+    with pytest.raises(errors.LedgerCorrupt):
+        folded((kind, number, data))
+
+
+def test_answer_without_its_cache_is_refused() -> None:
+    """The same for a record that passes every other rule."""
+    with pytest.raises(errors.LedgerCorrupt):
+        folded(ASK, (Kind.RETRIEVAL_ANSWERED, 1, {"documents": []}))
+
+
+def test_every_kind_has_a_rule() -> None:
+    """No record that can be written is unknown to the fold."""
+    assert set(RunState._STEPS) == KINDS
+    with pytest.raises(errors.LedgerCorrupt, match="no rule"):
+        RunState().fold(Record("run.dreamt", None, {}))
+
+
+def test_record_of_a_later_version_may_state_more() -> None:
+    """Counts this version does not keep are no reason to refuse its own."""
+    assert (
+        folded(checkpoint(usage={"retrieval_attempts": 0, "train": {}})).checkpoints_accepted == 1
+    )
