@@ -14,8 +14,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.digests import PATIENCE_SECONDS
 from smartsearch_sidecar.cluster.membership import NodeRow, Verdict
-from smartsearch_sidecar.cluster.node import Node, insist
-from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.node import Node, retry_forever
+from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
 
 ANSWER_SECONDS: Final = 3.0  # beyond the settling: a question, an identity, an answer
 ASK_AGAIN_SECONDS: Final = 0.05
@@ -44,7 +44,7 @@ class Gate:
             answered.add(node.name)
             node.say_to_self()
             verdict = node.company.verdict(node.now(), answered=answered)
-            if verdict.state is not Word.PENDING or node.now() >= end:
+            if verdict.state is not RunStatus.PENDING or node.now() >= end:
                 node.judge(verdict)
                 return verdict, node.company.rows(node.now(), answered=answered)
             await asyncio.sleep(min(ASK_AGAIN_SECONDS, max(0.0, end - node.now())))
@@ -75,7 +75,7 @@ class Gate:
             )
         try:
             async with asyncio.timeout_at(until):
-                await insist(stream.read_up)
+                await retry_forever(stream.read_up)
         except TimeoutError:
             raise errors.ClusterUnreachable(
                 "the answers of the other nodes could not be read up to date in time"

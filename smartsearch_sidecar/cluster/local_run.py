@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from smartsearch_sidecar.cluster.bus import Bus, Linked
-from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leaser import used_of
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.run.state import RunState
@@ -23,7 +23,7 @@ class Connect(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class LocalRun:
     """What a node knows of its own run.
 
     ``busy`` says whether anything is in flight, ``journal`` names the last record (``seq``,
@@ -39,11 +39,17 @@ class Own:
     latched: asyncio.Event
     latch_durable: Callable[[], Awaitable[None]]
 
-    def word(self, *, instance: str, beat: int, ended: bool) -> NodeState:
+    def status(self, *, instance: str, beat: int, ended: bool) -> NodeState:
         """How the run is now, as the other nodes are told."""
         run = self.state
         seq, head = self.journal()
-        word = Word.FAILED if run.closed else Word.PENDING if self.busy() else Word.HEALTHY
+        status = (
+            RunStatus.FAILED
+            if run.closed
+            else RunStatus.PENDING
+            if self.busy()
+            else RunStatus.HEALTHY
+        )
         counts = {
             "answered": run.responses,
             "failed": run.failed,
@@ -55,8 +61,8 @@ class Own:
             instance=instance,
             restarts=run.restarts,
             beat=beat,
-            word=word,
-            ended=ended and word is not Word.PENDING,
+            word=status,
+            ended=ended and status is not RunStatus.PENDING,
             admitted=run.attempts > 0,
             counts=counts,
             seq=seq,

@@ -28,15 +28,15 @@ from typing import Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.membership_table import (
     HEALTHY_ROW,
-    Hearing,
     Link,
+    Liveness,
     Reason,
     cell_of,
     row_of,
 )
-from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
 
-BEATS: Final = 5
+HEARTBEATS: Final = 5
 """Words a node says in ``lost_seconds``: four may be lost on the way."""
 QUIET_SHARE: Final = 0.5
 """Of ``lost_seconds``: a node silent for so long makes the run pending."""
@@ -56,7 +56,7 @@ class Verdict:
     nothing has failed. ``node`` is the node it is about, where it is about one.
     """
 
-    state: Word
+    state: RunStatus
     reason: Reason | None = None
     cause: str | None = None
     detail: str = ""
@@ -67,7 +67,7 @@ class Verdict:
 class NodeRow:
     """One node as it stands on the page: what was heard, how long ago (seconds), its last word."""
 
-    hearing: Hearing
+    hearing: Liveness
     silent_seconds: float
     state: NodeState | None
 
@@ -79,7 +79,7 @@ class _Member:
     state: NodeState | None = None
 
 
-class Company:
+class Membership:
     """The nodes of one run as one of them sees it. Times are seconds of its monotonic clock.
 
     Told what happens, in the order it happens; ``verdict`` and ``rows`` change nothing. Tell it
@@ -158,10 +158,10 @@ class Company:
         """
         if self._failure is not None:
             return self._failure
-        link, found = self._link(now), [(HEALTHY_ROW, "", Hearing.FRESH)]
+        link, found = self._link(now), [(HEALTHY_ROW, "", Liveness.FRESH)]
         if self._nodes > len(self._members):
             hearing = self._absent(now)
-            found.append((row_of(link, hearing, Word.PENDING), "", hearing))
+            found.append((row_of(link, hearing, RunStatus.PENDING), "", hearing))
         for name in self._members:
             hearing, word = self._facts(name, now, answered)
             found.append((row_of(link, hearing, word), name, hearing))
@@ -201,28 +201,28 @@ class Company:
             return Link.UP
         return Link.CUT if now - self._down_since >= self._lost_seconds else Link.DOWN
 
-    def _absent(self, now: float) -> Hearing:
+    def _absent(self, now: float) -> Liveness:
         since = self._admitted_at
         gone = since is not None and self._silence(since, now) >= self._lost_seconds
-        return Hearing.NEVER if gone else Hearing.AWAITED
+        return Liveness.NEVER if gone else Liveness.AWAITED
 
     def _facts(
         self, name: str, now: float, answered: Collection[str] | None = None
-    ) -> tuple[Hearing, Word]:
+    ) -> tuple[Liveness, RunStatus]:
         member = self._members[name]
-        word = Word.PENDING if member.state is None else member.state.word
+        word = RunStatus.PENDING if member.state is None else member.state.word
         if member.state is not None and member.state.ended:
-            return Hearing.ENDED, word
+            return Liveness.ENDED, word
         if name != self._own:
             silence = self._silence(member.heard_at, now)
             if silence >= self._lost_seconds:
-                return Hearing.LOST, word
+                return Liveness.LOST, word
             # Whole silence: a node that was not heard since we are back is not fresh.
             if now - member.heard_at >= QUIET_SHARE * self._lost_seconds:
-                return Hearing.QUIET, word
+                return Liveness.QUIET, word
         if answered is not None and name not in answered:
-            return Hearing.UNANSWERED, word
-        return Hearing.FRESH, word
+            return Liveness.UNANSWERED, word
+        return Liveness.FRESH, word
 
     def _of_member(self, name: str, now: float) -> Verdict:
         hearing, word = self._facts(name, now)
@@ -231,14 +231,14 @@ class Company:
     def _keep_absence(self, now: float) -> None:
         if self._nodes > len(self._members):
             hearing = self._absent(now)
-            row = row_of(self._link(now), hearing, Word.PENDING)
+            row = row_of(self._link(now), hearing, RunStatus.PENDING)
             self._keep(self._verdict(row, "", hearing, now))
 
     def _keep(self, verdict: Verdict) -> None:
         if self._failure is None and verdict.cause is not None:
             self._failure = verdict
 
-    def _verdict(self, at: int, name: str, hearing: Hearing, now: float) -> Verdict:
+    def _verdict(self, at: int, name: str, hearing: Liveness, now: float) -> Verdict:
         cell = cell_of(at)
         if cell.reason is None:
             return Verdict(cell.state)
@@ -250,20 +250,20 @@ class Company:
             detail = self._about(name, hearing, now)
         if cell.reason is Reason.NODE_FAILED and (state := self._members[name].state) is not None:
             cause = state.cause
-        failed = cell.state is Word.FAILED
+        failed = cell.state is RunStatus.FAILED
         return Verdict(cell.state, cell.reason, cause if failed else None, detail, name or None)
 
-    def _about(self, name: str, hearing: Hearing, now: float) -> str:
+    def _about(self, name: str, hearing: Liveness, now: float) -> str:
         """A sentence about a node that keeps the run from being healthy, or about the absent."""
         if not name:
             joined = ", ".join(self.names) or "nobody"
             missing = self._nodes - len(self._members)
-            never = "have never joined" if hearing is Hearing.NEVER else "have not joined yet"
+            never = "have never joined" if hearing is Liveness.NEVER else "have not joined yet"
             return f"{missing} of the run's {self._nodes} nodes {never} (joined: {joined})"
         member = self._members[name]
-        if hearing in (Hearing.QUIET, Hearing.LOST):
+        if hearing in (Liveness.QUIET, Liveness.LOST):
             return f"node {name} has not been heard of for {now - member.heard_at:.1f} s"
-        if hearing is Hearing.UNANSWERED:
+        if hearing is Liveness.UNANSWERED:
             return f"node {name} did not answer"
         if member.state is None:
             return f"node {name} has said nothing yet"

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from smartsearch_sidecar.cluster.nodestate import Word
+from smartsearch_sidecar.cluster.nodestate import RunStatus
 
 # --- the facts ------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ class Link(enum.StrEnum):
     """Down for ``lost_seconds`` or longer; for good, whatever comes after."""
 
 
-class Hearing(enum.StrEnum):
+class Liveness(enum.StrEnum):
     """What was heard of a node."""
 
     FRESH = "fresh"
@@ -62,7 +62,7 @@ class Reason(enum.StrEnum):
 class Cell:
     """What three facts come to."""
 
-    state: Word
+    state: RunStatus
     reason: Reason | None
 
 
@@ -72,10 +72,10 @@ class _Row:
 
     cell: Cell
     link: Link | None = None
-    hearing: Collection[Hearing] | None = None
-    word: Word | None = None
+    hearing: Collection[Liveness] | None = None
+    word: RunStatus | None = None
 
-    def matches(self, link: Link, hearing: Hearing, word: Word) -> bool:
+    def matches(self, link: Link, hearing: Liveness, word: RunStatus) -> bool:
         return (
             self.link in (None, link)
             and (self.hearing is None or hearing in self.hearing)
@@ -86,24 +86,24 @@ class _Row:
 # Read from the top; the first row that matches decides, and the last one matches everything. The
 # rows are also the order of weight: of several nodes, the one whose row stands highest is told of.
 _ROWS: Final = (
-    _Row(Cell(Word.FAILED, Reason.NODE_FAILED), word=Word.FAILED),
-    _Row(Cell(Word.FAILED, Reason.CLUSTER_UNREACHABLE), link=Link.CUT),
-    _Row(Cell(Word.PENDING, Reason.CLUSTER_UNREACHABLE), link=Link.DOWN),
-    _Row(Cell(Word.FAILED, Reason.NODE_LOST), hearing=(Hearing.LOST, Hearing.NEVER)),
-    _Row(Cell(Word.PENDING, Reason.NODE_ABSENT), hearing=(Hearing.AWAITED,)),
-    _Row(Cell(Word.PENDING, Reason.NODE_QUIET), hearing=(Hearing.QUIET, Hearing.UNANSWERED)),
-    _Row(Cell(Word.PENDING, Reason.NODE_PENDING), word=Word.PENDING),
-    _Row(Cell(Word.HEALTHY, None)),
+    _Row(Cell(RunStatus.FAILED, Reason.NODE_FAILED), word=RunStatus.FAILED),
+    _Row(Cell(RunStatus.FAILED, Reason.CLUSTER_UNREACHABLE), link=Link.CUT),
+    _Row(Cell(RunStatus.PENDING, Reason.CLUSTER_UNREACHABLE), link=Link.DOWN),
+    _Row(Cell(RunStatus.FAILED, Reason.NODE_LOST), hearing=(Liveness.LOST, Liveness.NEVER)),
+    _Row(Cell(RunStatus.PENDING, Reason.NODE_ABSENT), hearing=(Liveness.AWAITED,)),
+    _Row(Cell(RunStatus.PENDING, Reason.NODE_QUIET), hearing=(Liveness.QUIET, Liveness.UNANSWERED)),
+    _Row(Cell(RunStatus.PENDING, Reason.NODE_PENDING), word=RunStatus.PENDING),
+    _Row(Cell(RunStatus.HEALTHY, None)),
 )
 
 
-def judge(link: Link, hearing: Hearing, word: Word) -> Cell:
+def judge(link: Link, hearing: Liveness, word: RunStatus) -> Cell:
     """The one table: what is made of a node. ``word`` of one that said nothing is ``PENDING``."""
     return cell_of(row_of(link, hearing, word))
 
 
 @functools.cache
-def row_of(link: Link, hearing: Hearing, word: Word) -> int:
+def row_of(link: Link, hearing: Liveness, word: RunStatus) -> int:
     """Which row of the table decides: the lower its number, the more it weighs."""
     return next(at for at, row in enumerate(_ROWS) if row.matches(link, hearing, word))
 

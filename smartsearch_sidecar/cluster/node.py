@@ -19,10 +19,10 @@ from smartsearch_sidecar.cluster.answers import AnswerStream
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Asked, Bus
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.joining import REGISTERED, WITHDRAWN, agree, register, withdraw
-from smartsearch_sidecar.cluster.local_run import Connect, Own
-from smartsearch_sidecar.cluster.membership import BEATS, Company, Verdict
+from smartsearch_sidecar.cluster.local_run import Connect, LocalRun
+from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, Verdict
 from smartsearch_sidecar.cluster.nodestate import NodeState, Registration
-from smartsearch_sidecar.cluster.quota_leaser import Leasing
+from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.run.state import Cause
@@ -47,12 +47,12 @@ class Node:
         self.cluster = cluster
         self.name = cluster.node
         self.bus: Bus
-        self.leasing: Leasing
+        self.leasing: QuotaLeaser
         self.answers: AnswerStream | None = None
         self._nodes = nodes
-        self._beat_seconds = cluster.lost_seconds / BEATS
-        self.company = Company(self.name, nodes, cluster.lost_seconds, self.now())
-        self._own: Own | None = None
+        self._beat_seconds = cluster.lost_seconds / HEARTBEATS
+        self.company = Membership(self.name, nodes, cluster.lost_seconds, self.now())
+        self._own: LocalRun | None = None
         self.instance = ""
         self._beat = 0
         self._ended = False
@@ -70,7 +70,7 @@ class Node:
     async def connect(self, connect: Connect, totals: Amounts) -> None:
         """Reaches the servers. ``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
         self.bus = await connect(self.cluster, self.cluster.run_id, linked=self._linked)
-        self.leasing = Leasing(
+        self.leasing = QuotaLeaser(
             self.bus,
             self.name,
             totals=totals,
@@ -97,7 +97,7 @@ class Node:
         for prefix in (REGISTERED, CLAIM, STATE, LATCH):
             await self.bus.watch(prefix, self._heard)
 
-    async def begin(self, own: Own, asked: Asked) -> None:
+    async def begin(self, own: LocalRun, asked: Asked) -> None:
         """The run is claimed: from now on this node speaks, and closes its latch with the run's.
 
         Returns once a latch that was closed before is closed here too.
@@ -110,7 +110,7 @@ class Node:
         if own.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # closed all the same, and known
                 await own.latch_durable()
-        self._start("answers questions", insist(lambda: self.bus.answer(asked)))
+        self._start("answers questions", retry_forever(lambda: self.bus.answer(asked)))
         self._start("speaks", self._speak())
         self._start("looks at the clock", self._watch_clock())
         self._leases = self._start("leases", self.leasing.run())
@@ -140,7 +140,7 @@ class Node:
     def state(self) -> NodeState:
         """What this node says of itself now."""
         self._beat += 1
-        return self.own.word(instance=self.instance, beat=self._beat, ended=self._ended)
+        return self.own.status(instance=self.instance, beat=self._beat, ended=self._ended)
 
     async def _speak(self) -> None:
         while True:
@@ -190,7 +190,7 @@ class Node:
             raise errors.InvariantBroken("a closed latch has no cause")
         detail = cause.detail[:DETAIL_CHARACTERS]
         value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
-        await insist(lambda: self.bus.create(LATCH, value))
+        await retry_forever(lambda: self.bus.create(LATCH, value))
 
     # --- hearing ----------------------------------------------------------------------------------
 
@@ -281,14 +281,14 @@ class Node:
         return asyncio.get_running_loop().time()
 
     @property
-    def own(self) -> Own:
+    def own(self) -> LocalRun:
         """What it knows of its run, once that has begun."""
         if self._own is None:
             raise errors.InvariantBroken("the node was asked before its run had begun")
         return self._own
 
 
-async def insist(call: Callable[[], Awaitable[object]]) -> None:
+async def retry_forever(call: Callable[[], Awaitable[object]]) -> None:
     """Until the servers have taken it; what may be said twice, and must be said once."""
     while True:
         try:

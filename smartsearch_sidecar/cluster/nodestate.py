@@ -18,7 +18,7 @@ _KEYS: Final = frozenset(
 )
 
 
-class Word(enum.StrEnum):
+class RunStatus(enum.StrEnum):
     """How a node, or the run, is: DESIGN section 9."""
 
     HEALTHY = "healthy"
@@ -44,7 +44,7 @@ class NodeState:
     instance: str
     restarts: int
     beat: int
-    word: Word
+    word: RunStatus
     ended: bool
     admitted: bool
     counts: Mapping[str, int]
@@ -53,9 +53,9 @@ class NodeState:
     cause: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.cause is not None) is not (self.word is Word.FAILED):
+        if (self.cause is not None) is not (self.word is RunStatus.FAILED):
             raise errors.InvariantBroken("a node states a cause exactly when it has failed")
-        if self.ended and self.word is Word.PENDING:
+        if self.ended and self.word is RunStatus.PENDING:
             raise errors.InvariantBroken("a node with work in flight has not ended")
         whole = (self.restarts, self.beat, self.seq, *self.counts.values())
         if any(type(number) is not int or number < 0 for number in whole):
@@ -88,10 +88,10 @@ class NodeState:
         flags = (value["ended"], value["admitted"])
         if any(type(text) is not str for text in texts) or type(value["counts"]) is not dict:
             raise unreadable(what, "a text or the counts are of the wrong type")
-        if value["word"] not in set(Word) or any(type(flag) is not bool for flag in flags):
+        if value["word"] not in set(RunStatus) or any(type(flag) is not bool for flag in flags):
             raise unreadable(what, "its word or a flag is none")
         try:
-            return cls(**{**value, "word": Word(value["word"])})
+            return cls(**{**value, "word": RunStatus(value["word"])})
         except errors.InvariantBroken as exc:
             raise unreadable(what, exc.message) from None
 

@@ -55,7 +55,7 @@ def used_of(state: RunState) -> dict[str, int]:
     return found
 
 
-class Leasing:
+class QuotaLeaser:
     """What this node may use. Everything here is called on the loop."""
 
     def __init__(

@@ -17,7 +17,7 @@ from smartsearch_sidecar.run.record import Kind
 from smartsearch_sidecar.search.service import Service
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.gate.cluster import Fleet
+    from smartsearch_sidecar.gate.cluster import ClusterRun
 
 RECEIPT_FORMAT = 1
 SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: this is for stragglers
@@ -58,21 +58,21 @@ async def take_checkpoint(
     wanted: CheckpointRequest,
     *,
     settle_seconds: float = SETTLE_SECONDS,
-    fleet: Fleet | None = None,
+    cluster_run: ClusterRun | None = None,
 ) -> tuple[bool, dict[str, Any]]:
     """Settles, checks, records and syncs. Returns whether it was accepted, and the answer's body:
-    the receipt, or the refusal with the run's state and first cause. With a ``fleet`` every node
-    is asked, and the receipt names each one's journal.
+    the receipt, or the refusal with the run's state and first cause. With a ``cluster_run``
+    every node is asked, and the receipt names each one's journal.
 
     Raises ``LedgerFailed`` where neither can be recorded.
     """
     state = service.state
     about: dict[str, Any] = {}
     nodes: dict[str, Any] = {}
-    if fleet is None:
+    if cluster_run is None:
         word = await check(service, settle_seconds)
     else:
-        word, about["cluster"], nodes["nodes"] = await fleet.verdict(service, settle_seconds)
+        word, about["cluster"], nodes["nodes"] = await cluster_run.verdict(service, settle_seconds)
     data: dict[str, Any] = {
         "step": wanted.step,
         "path": wanted.path,

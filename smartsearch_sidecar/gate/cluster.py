@@ -18,7 +18,7 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.joining import identities
 from smartsearch_sidecar.cluster.live_poll import Gate, Rows
-from smartsearch_sidecar.cluster.local_run import Connect, Own
+from smartsearch_sidecar.cluster.local_run import Connect, LocalRun
 from smartsearch_sidecar.cluster.membership import Verdict
 from smartsearch_sidecar.cluster.node import Node
 from smartsearch_sidecar.cluster.quota_leaser import totals_of
@@ -33,7 +33,7 @@ from smartsearch_sidecar.search.service import Service
 REMEMBERED_AT_ONCE: Final = 1024  # digests read from an old journal between two turns of the loop
 
 
-class Fleet:
+class ClusterRun:
     """This node among the run's; the ``Allowance`` of its service and scoring."""
 
     def __init__(self, config: Config, node: Node) -> None:
@@ -51,7 +51,7 @@ class Fleet:
     # --- before the run is claimed ----------------------------------------------------------------
 
     @classmethod
-    async def reach(cls, config: Config, connect: Connect | None = None) -> Fleet:
+    async def reach(cls, config: Config, connect: Connect | None = None) -> ClusterRun:
         """Reaches the servers between the nodes.
 
         Raises ``ClusterRefused`` where they are not reached, ``ConfigError`` without a capability
@@ -128,7 +128,7 @@ class Fleet:
         def close(cause: str, detail: str) -> None:
             recorder.close_latch(cause, detail=detail)
 
-        own = Own(
+        own = LocalRun(
             state=service.state,
             busy=lambda: pending(service),
             journal=lambda: (writer.seq, writer.head),

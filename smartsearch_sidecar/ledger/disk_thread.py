@@ -16,7 +16,7 @@ from typing import Any
 _Job = tuple["asyncio.Future[None]", Callable[..., None], tuple[Any, ...]]
 
 
-class Hand:
+class DiskThread:
     """One thread for one loop; jobs are done in the order given, and each reports its end."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Hand:
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
-    def give(self, work: Callable[..., None], *words: Any) -> asyncio.Future[None]:
+    def submit(self, work: Callable[..., None], *words: Any) -> asyncio.Future[None]:
         """Has ``work(*words)`` done; the future ends as it ended. Called on the loop."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._jobs.put((done, work, words))

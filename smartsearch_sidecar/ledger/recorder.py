@@ -18,7 +18,7 @@ from smartsearch_sidecar.run.record import Draft, Kind, Record, draft
 from smartsearch_sidecar.run.state import Cause, RunState
 
 
-def sayable(sentence: str) -> str:
+def utf8_safe(sentence: str) -> str:
     """A sentence as it can be recorded: what has no UTF-8 form is spelled out.
 
     A provider's own words may hold a lone surrogate, and must not keep their cause from the ledger.
@@ -77,7 +77,7 @@ class Recorder:
         """Closes the latch with its first cause; a later one changes nothing. Never raises."""
         if self.state.closed:
             return
-        value = Cause(cause, number, consumed, sayable(detail))
+        value = Cause(cause, number, consumed, utf8_safe(detail))
         item = self.fold(Kind.LATCH_CLOSED, number, value.as_data())
         self.latched.set()
         try:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk_thread import Hand
+from smartsearch_sidecar.ledger.disk_thread import DiskThread
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
 from smartsearch_sidecar.run.record import Draft, Kind, encode_json, encode_line
 
@@ -92,7 +92,7 @@ class Writer:
         self._closing = False
         self._busy = False
         self.failure: errors.LedgerFailed | None = None
-        self._hand = Hand()
+        self._disk_thread = DiskThread()
         self._task: asyncio.Task[None] | None = None
 
     # --- what everyone else calls, on the loop ----------------------------------------------------
@@ -178,7 +178,7 @@ class Writer:
             await asyncio.wait({self._task})
             if not self._task.cancelled():
                 self._task.exception()  # told as well; unread, it would be logged at collection
-        await asyncio.to_thread(self._hand.stop)  # joins the thread: not for the loop to do
+        await asyncio.to_thread(self._disk_thread.stop)  # joins the thread: not for the loop to do
 
     # --- the task ---------------------------------------------------------------------------------
 
@@ -192,12 +192,12 @@ class Writer:
             reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
             self._fail(errors.LedgerFailed(f"the ledger cannot be written: {reason}"), batch)
             if not isinstance(exc, Exception):
-                self._hand.give(self._leave_latch)
+                self._disk_thread.submit(self._leave_latch)
                 raise
         finally:
             self._busy = False
         if self.failure is not None:
-            await self._hand.give(self._leave_latch)
+            await self._disk_thread.submit(self._leave_latch)
 
     async def _drain(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
         """Writes until closed or failed; ``batch`` is what is under way, also for who catches."""
@@ -231,7 +231,7 @@ class Writer:
         wanted = latch is not None or any(future is not None for _, future in batch)
         blob = b"".join(lines)
         began = loop.time()
-        await self._hand.give(self._commit, blob, wanted, latch)
+        await self._disk_thread.submit(self._commit, blob, wanted, latch)
         took = loop.time() - began
         self.seq, self.head = receipts[-1].seq, receipts[-1].head
         if self._observe is not None:

@@ -28,7 +28,7 @@ from smartsearch_sidecar.search.service import Service, ServicePolicy
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.cluster.local_run import Connect
-    from smartsearch_sidecar.gate.cluster import Fleet
+    from smartsearch_sidecar.gate.cluster import ClusterRun
     from smartsearch_sidecar.scoring.build import Rewards
 
 TOP_N = 5  # the contract's; part of every call
@@ -37,7 +37,7 @@ TOP_N = 5  # the contract's; part of every call
 @dataclass(slots=True)
 class Parts:
     """A run, assembled; ``scoring`` and ``rewards`` where rewards are on, ``facts`` as claimed,
-    ``fleet`` where the run has other nodes.
+    ``cluster_run`` where the run has other nodes.
     """
 
     service: Service
@@ -45,7 +45,7 @@ class Parts:
     rewards: Rewards | None
     watching: asyncio.Task[None] | None
     facts: dict[str, Any]
-    fleet: Fleet | None
+    cluster_run: ClusterRun | None
 
     async def close(self) -> None:
         """Ends what runs beside the requests; the writer is the daemon's to close, last."""
@@ -77,7 +77,7 @@ async def assemble(
     heard = observer or Observer()
     opened = provider or await open_configured(config, progress)
     rewards: Rewards | None = None
-    fleet: Fleet | None = None
+    cluster_run: ClusterRun | None = None
     try:
         guard = await _guard(config, opened)
         facts: dict[str, Any] = {
@@ -86,36 +86,43 @@ async def assemble(
         }
         # Imported where wanted: a run without them does not load their modules.
         if config.cluster is not None:
-            from smartsearch_sidecar.gate.cluster import Fleet
+            from smartsearch_sidecar.gate.cluster import ClusterRun
 
-            fleet = await Fleet.reach(config, connect)
+            cluster_run = await ClusterRun.reach(config, connect)
         if config.reward.enabled:
             from smartsearch_sidecar.scoring.build import open_rewards
 
             rewards = await open_rewards(config)
             facts["reward"] = rewards.facts
-            await rewards.remember(None if found is None else files.directory, fleet)
-        join = None if fleet is None else partial(fleet.join, facts)
+            await rewards.remember(None if found is None else files.directory, cluster_run)
+        join = None if cluster_run is None else partial(cluster_run.join, facts)
         recorder = await begin(
             files, config, found, facts, observe=heard.batch, told=heard.record, join=join
         )
     except BaseException:
-        if fleet is not None:
-            await fleet.withdraw()
+        if cluster_run is not None:
+            await cluster_run.withdraw()
         if rewards is not None:
             await rewards.close()
         await opened.close()
         raise
     service = _service(
-        config, recorder=recorder, guard=guard, heard=heard, rewards=rewards, fleet=fleet
+        config,
+        recorder=recorder,
+        guard=guard,
+        heard=heard,
+        rewards=rewards,
+        cluster_run=cluster_run,
     )
-    if fleet is not None:
-        await fleet.begin(service)
+    if cluster_run is not None:
+        await cluster_run.begin(service)
     if rewards is None:
-        return Parts(service, None, None, None, facts, fleet)
+        return Parts(service, None, None, None, facts, cluster_run)
     watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
-    scoring = rewards.scoring(recorder, waited=heard.waited["reward"].observe, allowance=fleet)
-    return Parts(service, scoring, rewards, watching, facts, fleet)
+    scoring = rewards.scoring(
+        recorder, waited=heard.waited["reward"].observe, allowance=cluster_run
+    )
+    return Parts(service, scoring, rewards, watching, facts, cluster_run)
 
 
 def _service(
@@ -125,7 +132,7 @@ def _service(
     guard: Guard,
     heard: Observer,
     rewards: Rewards | None,
-    fleet: Fleet | None,
+    cluster_run: ClusterRun | None,
 ) -> Service:
     if isinstance(guard.provider, WatchesItself):
         guard.provider.on_fault = lambda fault: recorder.close_latch(
@@ -143,8 +150,8 @@ def _service(
             decline=execute.on_invalid_query == "decline",
             latch_undelivered=execute.on_undelivered == "latch",
         ),
-        told=told if fleet is None else fleet.told,
-        allowance=fleet,
+        told=told if cluster_run is None else cluster_run.told,
+        allowance=cluster_run,
     )
 
 

@@ -125,7 +125,7 @@ class Daemon:
             raise
         service = parts.service
         # Before the file that says so: who finds the address must find it answering.
-        self.app.serve_with(service, parts.scoring, parts.fleet)
+        self.app.serve_with(service, parts.scoring, parts.cluster_run)
         self.app.operator.watch(self._sources(parts, server), parts.facts)
         endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
         try:
@@ -149,7 +149,7 @@ class Daemon:
         return serve(
             self.app.handle,
             observer=self.app,
-            needle=self.app.needle,
+            capability_marker=self.app.capability_marker,
             keepalive_seconds=self.config.server.idle_seconds,
             connections_max=self.config.server.connections_max,
         )
@@ -176,7 +176,7 @@ class Daemon:
             self.observer,
             lambda: server.open,
             server.oldest_began,
-            parts.fleet,
+            parts.cluster_run,
         )
 
     async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
@@ -196,7 +196,7 @@ class Daemon:
             self._probes = probes = serve(
                 self.app.handle_probe,
                 observer=self.app,
-                needle=self.app.needle,
+                capability_marker=self.app.capability_marker,
                 keepalive_seconds=given.idle_seconds,
                 connections_max=given.connections_max,
             )
@@ -230,11 +230,11 @@ class Daemon:
             await parts.close()
         except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
-        if parts.fleet is not None:
-            parts.fleet.ending()
+        if parts.cluster_run is not None:
+            parts.cluster_run.ending()
         await self._record_end(service)
-        if parts.fleet is not None:
-            await parts.fleet.leave()
+        if parts.cluster_run is not None:
+            await parts.cluster_run.leave()
         await service.writer.close()
         await asyncio.to_thread(self._close_files)
         cause = service.state.cause

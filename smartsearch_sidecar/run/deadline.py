@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 
 
-async def within(deadline: float, asking: Coroutine[Any, Any, Value]) -> Value:
+async def run_until_deadline(deadline: float, asking: Coroutine[Any, Any, Value]) -> Value:
     """What ``asking`` returns; ``deadline`` is on the loop's clock.
 
     It is run as far as it goes at once, and only what then has to wait gets a timer: for a question

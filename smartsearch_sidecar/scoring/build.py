@@ -93,13 +93,13 @@ class Rewards:
             allowance=allowance,
         )
 
-    async def remember(self, directory: Path | None, fleet: Learns | None) -> None:
+    async def remember(self, directory: Path | None, cluster_run: Learns | None) -> None:
         """Learns what rollouts were told before a restart, by the journal in ``directory``, and
         what other nodes told theirs.
         """
         own = iter(()) if directory is None else told(directory)
-        if fleet is not None:
-            await fleet.learn(self.answers, own)
+        if cluster_run is not None:
+            await cluster_run.learn(self.answers, own)
         else:
             await asyncio.to_thread(self._remember, own)
 

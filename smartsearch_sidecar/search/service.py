@@ -26,10 +26,10 @@ from smartsearch_sidecar.contract.execute import (
     render_execute,
     result_of,
 )
-from smartsearch_sidecar.ledger.recorder import Recorder, sayable
+from smartsearch_sidecar.ledger.recorder import Recorder, utf8_safe
 from smartsearch_sidecar.retrieval.cache import Retrieval
 from smartsearch_sidecar.retrieval.passages import Found
-from smartsearch_sidecar.run.deadline import within
+from smartsearch_sidecar.run.deadline import run_until_deadline
 from smartsearch_sidecar.run.record import Draft, Kind
 from smartsearch_sidecar.run.shared_quota import Allowance
 from smartsearch_sidecar.run.slots import Slots
@@ -179,7 +179,7 @@ class Service:
         """Asks for admission, and then the provider who it is: the last step before a number."""
         self.state.admit_search()
         try:
-            await within(deadline, self.retrieval.guard.check_identity())
+            await run_until_deadline(deadline, self.retrieval.guard.check_identity())
         except TimeoutError:
             raise errors.DeadlinePassed(
                 "the provider had not said what it serves at the deadline"
@@ -262,7 +262,7 @@ class Service:
                 self.recorder.fold(
                     Kind.RETRIEVAL_FAILED,
                     number,
-                    {"code": exc.code, "cause": cause, "detail": sayable(exc.message)},
+                    {"code": exc.code, "cause": cause, "detail": utf8_safe(exc.message)},
                 )
             )
         except errors.LedgerFailed:

@@ -32,7 +32,7 @@ from smartsearch_sidecar.web.routes import (
 )
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.gate.cluster import Fleet
+    from smartsearch_sidecar.gate.cluster import ClusterRun
 
 PROBES = frozenset({"/livez", "/readyz"})
 
@@ -78,13 +78,16 @@ class App:
         )
 
     def serve_with(
-        self, service: Service, scoring: Scoring | None = None, fleet: Fleet | None = None
+        self,
+        service: Service,
+        scoring: Scoring | None = None,
+        cluster_run: ClusterRun | None = None,
     ) -> None:
         """Opens the door. Refusals from before close the latch now, the first one first."""
         self._service = service
         self._internal.service = service
         self._internal.scoring = scoring
-        self._internal.fleet = fleet
+        self._internal.cluster_run = cluster_run
         if self._early is not None and self._early.cause is not None:
             service.recorder.close_latch(
                 self._early.cause, detail=f"while loading: {self._early.message}"
@@ -143,9 +146,9 @@ class App:
             return await self._refused(request, exc)
 
     @property
-    def needle(self) -> bytes:
+    def capability_marker(self) -> bytes:
         """What the bytes of a rollout's connection carry."""
-        return self._capabilities.needle
+        return self._capabilities.capability_marker
 
     async def handle_probe(self, request: EdgeRequest) -> Reply:
         """The second listener's routes: ``/livez`` and ``/readyz`` alone."""

@@ -51,7 +51,9 @@ C_PARSER: Final = "aiohttp._http_parser"
 BACKLOG: Final = 4096  # connections; at 1024 half of 2,000 newcomers wait a second for a SYN retry
 LINGERING_SECONDS: Final = 2.0  # for the rest of a refused body, so that its sender reads why
 DRAIN_LOOK_SECONDS: Final = 0.05  # how often a drain looks for connections that became idle
-FAREWELL_SECONDS: Final = 1.0  # for the client to close first: only that tells whether it has read
+HALF_CLOSE_SECONDS: Final = (
+    1.0  # for the client to close first: only that tells whether it has read
+)
 STALL_SECONDS: Final = 10.0  # TCP_USER_TIMEOUT: a peer that takes nothing for as long is dropped
 ONE_WRITE_BYTES: Final = 65536  # up to here a copy is cheaper than a second packet
 
@@ -374,7 +376,7 @@ class Edge(RequestHandler):
         if self.unread and self.polled() & select.POLLERR:  # a reset behind the FIN
             self.lost(AFTER_WRITE)
 
-    async def farewell(self) -> None:
+    async def half_close(self) -> None:
         """Half-close and let the client close first, for then it shows whether it has read."""
         transport = self.transport
         if transport is None or transport.is_closing():
@@ -385,12 +387,12 @@ class Edge(RequestHandler):
         except OSError:
             self.lost(AFTER_WRITE)  # reset, and closed by us before the loop would have read it
             return
-        await asyncio.wait([self._bye], timeout=FAREWELL_SECONDS)
+        await asyncio.wait([self._bye], timeout=HALF_CLOSE_SECONDS)
 
     async def leave(self) -> None:
         """End an idle connection."""
         if self.unread:
-            await self.farewell()
+            await self.half_close()
         self.force_close()
 
     def cut(self) -> None:
@@ -413,7 +415,7 @@ class Edge(RequestHandler):
         if not self.authenticated or not isinstance(request, EdgeRequest) or request.delivered:
             return float("inf")
         target = request.raw_target.encode("utf-8", "surrogateescape")
-        return request.began if target.startswith(self.server.needle) else float("inf")
+        return request.began if target.startswith(self.server.capability_marker) else float("inf")
 
     def idle(self) -> bool:
         """Whether it waits for a request and no byte of one is here or in the kernel."""
@@ -454,13 +456,13 @@ class Edge(RequestHandler):
             self._blame("behind_upgrade")
 
     def _look(self, data: bytes) -> None:
-        needle = self.server.needle
+        capability_marker = self.server.capability_marker
         seen = self._tail + data
-        if needle in seen:
+        if capability_marker in seen:
             self.authenticated, self._tail = True, b""
             self._report()
         else:
-            self._tail = seen[1 - len(needle) :]
+            self._tail = seen[1 - len(capability_marker) :]
 
     def _arrivals(self, count: int) -> None:
         self._began.append(self._arrived if self._first is None else self._first)
@@ -536,7 +538,7 @@ class Edge(RequestHandler):
         except ConnectionError:
             return resp, True  # connection_lost has told whom it concerns
         if not resp.keep_alive and (self.unread or self._fault is not None):
-            await self.farewell()
+            await self.half_close()
         return resp, False
 
     async def _finish_stream(
@@ -613,9 +615,10 @@ Handler = Callable[[EdgeRequest], Awaitable[Reply | web.StreamResponse]]
 class EdgeServer(web.Server):
     """The factory of connections, and what they share; ``listen`` opens its door.
 
-    Made on the running loop. ``needle`` is ``b"/" + execute capability + b"/"``: a connection whose
-    bytes hold it is no stranger. ``keepalive_seconds`` bounds idleness and headers. Raises
-    NotAvailable where aiohttp is not the one that was tested, InvariantBroken for bounds of 0.
+    Made on the running loop. ``capability_marker`` is ``b"/" + execute capability + b"/"``: a
+    connection whose bytes hold it is no stranger. ``keepalive_seconds`` bounds idleness and
+    headers. Raises NotAvailable where aiohttp is not the one that was tested, InvariantBroken for
+    bounds of 0.
     """
 
     def __init__(
@@ -623,14 +626,16 @@ class EdgeServer(web.Server):
         handler: Handler,
         *,
         observer: EdgeObserver,
-        needle: bytes,
+        capability_marker: bytes,
         keepalive_seconds: float,
         connections_max: int,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         check_runtime()
-        if not needle or min(keepalive_seconds, connections_max, stall_seconds) <= 0:
-            raise InvariantBroken("The edge needs a needle, and bounds that are over zero.")
+        if not capability_marker or min(keepalive_seconds, connections_max, stall_seconds) <= 0:
+            raise InvariantBroken(
+                "The edge needs a capability_marker, and bounds that are over zero."
+            )
         super().__init__(
             cast("Any", handler),
             request_factory=cast("Any", EdgeRequest),
@@ -641,7 +646,7 @@ class EdgeServer(web.Server):
             tcp_keepalive=False,
         )
         self.observer = observer
-        self.needle = needle
+        self.capability_marker = capability_marker
         self.connections_max = connections_max
         self.stall_seconds = stall_seconds
         self.loop = self._loop
@@ -726,5 +731,5 @@ async def drain(server: EdgeServer, seconds: float) -> int:
     for task in cut | leaving:
         task.cancel()
     if cut or leaving:
-        await asyncio.wait(cut | leaving, timeout=FAREWELL_SECONDS)
+        await asyncio.wait(cut | leaving, timeout=HALF_CLOSE_SECONDS)
     return len(cut)

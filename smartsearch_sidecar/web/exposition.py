@@ -30,7 +30,7 @@ from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.service import Service
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.gate.cluster import Fleet
+    from smartsearch_sidecar.gate.cluster import ClusterRun
 
 # Labels' values, and the sample: a number, or a histogram with so many further values of 0.
 Sample = tuple[tuple[str, ...], float | tuple[Histogram, int]]
@@ -45,20 +45,20 @@ class Sources:
     observer: Observer
     connections: Callable[[], int]
     oldest_began: Callable[[], float]
-    fleet: Fleet | None = None
+    cluster_run: ClusterRun | None = None
 
     def status(self) -> dict[str, Any]:
         """What ``/status`` says of the run."""
-        if self.fleet is None:
+        if self.cluster_run is None:
             return status_report(self.service)
-        return self.fleet.status(self.service)
+        return self.cluster_run.status(self.service)
 
     def quotas(self) -> list[Quota]:
         """Every allowance and what the run has used of it, all its nodes together."""
         own = quotas(self.service)
-        if self.fleet is None:
+        if self.cluster_run is None:
             return own
-        used = self.fleet.used()
+        used = self.cluster_run.used()
         return [replace(quota, used=used.get(quota.resource, quota.used)) for quota in own]
 
     def oldest_seconds(self) -> float:

@@ -24,7 +24,7 @@ from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.routes import Target
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.gate.cluster import Fleet
+    from smartsearch_sidecar.gate.cluster import ClusterRun
 
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 OPERATOR_BYTES_MAX = 65536  # a reason, a path
@@ -39,7 +39,7 @@ Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
 class InternalRoutes:
     """``service`` is set once the run is claimed, ``scoring`` with it where rewards are enabled,
-    ``fleet`` where the run has other nodes: then what is said is said of the run.
+    ``cluster_run`` where the run has other nodes: then what is said is said of the run.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class InternalRoutes:
     ) -> None:
         self.service: Service | None = None
         self.scoring: Scoring | None = None
-        self.fleet: Fleet | None = None
+        self.cluster_run: ClusterRun | None = None
         self._read_body = read_body
         self._answer_json = answer_json
         self._operator = operator
@@ -96,10 +96,10 @@ class InternalRoutes:
     async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         service = self._need_service()
         seconds = _settle_seconds(target.query)
-        if self.fleet is None:
+        if self.cluster_run is None:
             report = await health_report(service, settle_seconds=seconds)
         else:
-            report = await self.fleet.health(service, seconds)
+            report = await self.cluster_run.health(service, seconds)
         return (200 if report["state"] == "healthy" else 503), report
 
     async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
@@ -116,14 +116,16 @@ class InternalRoutes:
         return 200, self._report(service)
 
     def _report(self, service: Service) -> dict[str, Any]:
-        return status_report(service) if self.fleet is None else self.fleet.status(service)
+        return (
+            status_report(service) if self.cluster_run is None else self.cluster_run.status(service)
+        )
 
     async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         service = self._need_service()
         wanted = parse_checkpoint(await self._operator_json(request))
         seconds = _settle_seconds(target.query, SETTLE_SECONDS)
         accepted, answer = await take_checkpoint(
-            service, wanted, settle_seconds=seconds, fleet=self.fleet
+            service, wanted, settle_seconds=seconds, cluster_run=self.cluster_run
         )
         return (201 if accepted else 409), answer
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.ledger.describe import printable
 from smartsearch_sidecar.ledger.recorded_queries import readable_query
-from smartsearch_sidecar.ledger.recorder import sayable
+from smartsearch_sidecar.ledger.recorder import utf8_safe
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
 from smartsearch_sidecar.remedies import GOING_ON, remedy
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
@@ -259,7 +259,7 @@ def _listed(one: Recent) -> dict[str, Any]:
 
 
 def _query(one: Recent) -> str:
-    return sayable(readable_query(one.words)) if one.words else ""
+    return utf8_safe(readable_query(one.words)) if one.words else ""
 
 
 def _deliver(

@@ -121,7 +121,7 @@ class Capabilities:
         self._execute = execute.encode()
         self._internal = internal.encode()
         self._execute_target = b"/" + self._execute + b"/execute"
-        self.needle = b"/" + self._execute + b"/"
+        self.capability_marker = b"/" + self._execute + b"/"
 
     def is_execute(self, raw_target: str) -> bool:
         """Exactly the rollout's path."""

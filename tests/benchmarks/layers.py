@@ -82,9 +82,9 @@ class Stack:
         self._files.start_segment(1)
 
     @property
-    def needle(self) -> bytes:
+    def capability_marker(self) -> bytes:
         """What the bytes of a rollout's connection carry."""
-        return self._capabilities.needle
+        return self._capabilities.capability_marker
 
     async def handle(self, request: EdgeRequest) -> Reply:
         """One request, as ``web/app.py`` takes it."""
@@ -157,7 +157,7 @@ async def serve(
     server: EdgeServer = serve_edge(
         stack.handle,
         observer=Observer(),
-        needle=stack.needle,
+        capability_marker=stack.capability_marker,
         keepalive_seconds=75,
         connections_max=4096,
     )

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from smartsearch_sidecar.cluster.canonical import VALUE_BYTES_MAX
 from smartsearch_sidecar.cluster.digests import Backlog, decode_batch
-from smartsearch_sidecar.cluster.membership import BEATS, Company
-from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership
+from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
     Allowance,
@@ -357,14 +357,16 @@ def said(at: int, beat: int) -> NodeState:
     counts = {
         f"retrieval_{what}": 123_456 for what in ("attempts", "responses", "failed", "declined")
     }
-    return NodeState(f"{at:032x}", 0, beat, Word.HEALTHY, False, True, counts, 200_000, "ab" * 32)
+    return NodeState(
+        f"{at:032x}", 0, beat, RunStatus.HEALTHY, False, True, counts, 200_000, "ab" * 32
+    )
 
 
 def presence(setting: Setting) -> Presence:
     """One node among all, hearing each at its own moment."""
     each, memory = hearing_seconds(setting)
     times = [time_to_verdict(setting, seed) for seed in range(9)]
-    every = setting.nodes * BEATS / setting.lost_seconds
+    every = setting.nodes * HEARTBEATS / setting.lost_seconds
     return Presence(
         told=every,
         heard=every * setting.nodes,
@@ -380,12 +382,12 @@ def hearing_seconds(setting: Setting) -> tuple[float, int]:
     """Seconds of one core to hear one state (a verdict after each beat included), and the bytes."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    company = Company("node-0000", setting.nodes, setting.lost_seconds, 0.0)
+    company = Membership("node-0000", setting.nodes, setting.lost_seconds, 0.0)
     beat = itertools.count(1)
 
     def round_of_words() -> None:
         number = next(beat)
-        now = number * setting.lost_seconds / BEATS
+        now = number * setting.lost_seconds / HEARTBEATS
         for at in range(setting.nodes):
             data = said(at, number).encode()
             company.heard(f"node-{at:04}", NodeState.decode(data), now)
@@ -403,8 +405,8 @@ def time_to_verdict(setting: Setting, seed: int) -> float:
     The observer ticks with its own beat; a state travels half a round trip.
     """
     chance, clock = random.Random(seed), Clock()
-    every = setting.lost_seconds / BEATS
-    company = Company("node-0000", setting.nodes, setting.lost_seconds, 0.0)
+    every = setting.lost_seconds / HEARTBEATS
+    company = Membership("node-0000", setting.nodes, setting.lost_seconds, 0.0)
     dies_at = chance.uniform(2 * every, 3 * every)
     found: list[float] = []
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.membership import GRACE, Company, Verdict
-from smartsearch_sidecar.cluster.membership_table import Cell, Hearing, Link, Reason, judge
-from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, Word
+from smartsearch_sidecar.cluster.membership import GRACE, Membership, Verdict
+from smartsearch_sidecar.cluster.membership_table import Cell, Link, Liveness, Reason, judge
+from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, RunStatus
 
 LOST = 15.0
 
 
-def state(name: str = "b", beat: int = 1, word: Word = Word.HEALTHY, **changes: Any) -> NodeState:
+def state(
+    name: str = "b", beat: int = 1, word: RunStatus = RunStatus.HEALTHY, **changes: Any
+) -> NodeState:
     """What a node says."""
     values: dict[str, Any] = {
         "instance": f"run of {name}",
@@ -27,21 +29,21 @@ def state(name: str = "b", beat: int = 1, word: Word = Word.HEALTHY, **changes: 
         "counts": {"retrieval_attempts": 3},
         "seq": 7,
         "head": "ab" * 32,
-        "cause": "deadline" if word is Word.FAILED else None,
+        "cause": "deadline" if word is RunStatus.FAILED else None,
     }
     return NodeState(**{**values, **changes})
 
 
-def company(*names: str, nodes: int | None = None) -> Company:
+def company(*names: str, nodes: int | None = None) -> Membership:
     """Node a's view of nodes that have all just said that they are healthy, at time 0."""
-    found = Company("a", nodes or len(names), LOST, 0.0)
+    found = Membership("a", nodes or len(names), LOST, 0.0)
     for name in names:
         found.joined(name, f"run of {name}", 0.0)
         found.heard(name, state(name), 0.0)
     return found
 
 
-def tick(one: Company, start: float, end: float, step: float = 1.0) -> Verdict:
+def tick(one: Membership, start: float, end: float, step: float = 1.0) -> Verdict:
     """Time passes, listened to."""
     while start < end:
         one.ticked(start)
@@ -51,32 +53,32 @@ def tick(one: Company, start: float, end: float, step: float = 1.0) -> Verdict:
 
 # --- the table ------------------------------------------------------------------------------------
 
-HEALTHY = (Word.HEALTHY, None)
-PENDING = (Word.PENDING, Reason.NODE_PENDING)
-QUIET = (Word.PENDING, Reason.NODE_QUIET)
-ABSENT = (Word.PENDING, Reason.NODE_ABSENT)
-GONE = (Word.FAILED, Reason.NODE_LOST)
-DOWN = (Word.PENDING, Reason.CLUSTER_UNREACHABLE)
-CUT = (Word.FAILED, Reason.CLUSTER_UNREACHABLE)
-FAILED = (Word.FAILED, Reason.NODE_FAILED)
+HEALTHY = (RunStatus.HEALTHY, None)
+PENDING = (RunStatus.PENDING, Reason.NODE_PENDING)
+QUIET = (RunStatus.PENDING, Reason.NODE_QUIET)
+ABSENT = (RunStatus.PENDING, Reason.NODE_ABSENT)
+GONE = (RunStatus.FAILED, Reason.NODE_LOST)
+DOWN = (RunStatus.PENDING, Reason.CLUSTER_UNREACHABLE)
+CUT = (RunStatus.FAILED, Reason.CLUSTER_UNREACHABLE)
+FAILED = (RunStatus.FAILED, Reason.NODE_FAILED)
 
 # By hearing: what a healthy, a pending and a failed word come to while the servers are reached.
 LINKED = {
-    Hearing.FRESH: (HEALTHY, PENDING, FAILED),
-    Hearing.ENDED: (HEALTHY, PENDING, FAILED),
-    Hearing.UNANSWERED: (QUIET, QUIET, FAILED),
-    Hearing.QUIET: (QUIET, QUIET, FAILED),
-    Hearing.AWAITED: (ABSENT, ABSENT, FAILED),
-    Hearing.LOST: (GONE, GONE, FAILED),
-    Hearing.NEVER: (GONE, GONE, FAILED),
+    Liveness.FRESH: (HEALTHY, PENDING, FAILED),
+    Liveness.ENDED: (HEALTHY, PENDING, FAILED),
+    Liveness.UNANSWERED: (QUIET, QUIET, FAILED),
+    Liveness.QUIET: (QUIET, QUIET, FAILED),
+    Liveness.AWAITED: (ABSENT, ABSENT, FAILED),
+    Liveness.LOST: (GONE, GONE, FAILED),
+    Liveness.NEVER: (GONE, GONE, FAILED),
 }
 
 
-@pytest.mark.parametrize("link, hearing, word", list(itertools.product(Link, Hearing, Word)))
-def test_every_cell(link: Link, hearing: Hearing, word: Word) -> None:
+@pytest.mark.parametrize("link, hearing, word", list(itertools.product(Link, Liveness, RunStatus)))
+def test_every_cell(link: Link, hearing: Liveness, word: RunStatus) -> None:
     """Each combination of facts comes to what the design says, spelt out apart from the rows."""
-    expected = LINKED[hearing][list(Word).index(word)]
-    if link is not Link.UP and word is not Word.FAILED:
+    expected = LINKED[hearing][list(RunStatus).index(word)]
+    if link is not Link.UP and word is not RunStatus.FAILED:
         expected = DOWN if link is Link.DOWN else CUT
     assert judge(link, hearing, word) == Cell(*expected)
 
@@ -85,12 +87,12 @@ def test_only_one_row_is_healthy() -> None:
     """Healthy is a node that is linked, says so, and was just heard or has ended."""
     healthy = {
         facts
-        for facts in itertools.product(Link, Hearing, Word)
-        if judge(*facts).state is Word.HEALTHY
+        for facts in itertools.product(Link, Liveness, RunStatus)
+        if judge(*facts).state is RunStatus.HEALTHY
     }
     assert healthy == {
-        (Link.UP, Hearing.FRESH, Word.HEALTHY),
-        (Link.UP, Hearing.ENDED, Word.HEALTHY),
+        (Link.UP, Liveness.FRESH, RunStatus.HEALTHY),
+        (Link.UP, Liveness.ENDED, RunStatus.HEALTHY),
     }
 
 
@@ -99,18 +101,18 @@ def test_only_one_row_is_healthy() -> None:
 
 def test_a_run_is_healthy_when_every_node_says_so() -> None:
     """Everybody there, everybody healthy."""
-    assert company("a", "b", "c").verdict(0.0) == Verdict(Word.HEALTHY)
+    assert company("a", "b", "c").verdict(0.0) == Verdict(RunStatus.HEALTHY)
 
 
 def test_the_worst_node_is_the_runs_state() -> None:
     """One pending node makes the run pending and is named; a failed one closes the latch."""
     one = company("a", "b", "c")
-    one.heard("c", state("c", 2, Word.PENDING), 1.0)
+    one.heard("c", state("c", 2, RunStatus.PENDING), 1.0)
     verdict = one.verdict(1.0)
     assert (verdict.state, verdict.reason, verdict.node) == (*PENDING, "c")
     assert verdict.cause is None
     assert verdict.detail == "node c has work in flight"
-    one.heard("b", state("b", 2, Word.FAILED), 2.0)
+    one.heard("b", state("b", 2, RunStatus.FAILED), 2.0)
     verdict = one.verdict(2.0)
     assert (verdict.state, verdict.reason, verdict.node) == (*FAILED, "b")
     assert verdict.cause == "deadline"
@@ -120,9 +122,9 @@ def test_the_worst_node_is_the_runs_state() -> None:
 def test_a_failure_stays() -> None:
     """Whatever a node says later, the run has failed with the first cause."""
     one = company("a", "b", "c")
-    one.heard("b", state("b", 2, Word.FAILED), 1.0)
+    one.heard("b", state("b", 2, RunStatus.FAILED), 1.0)
     one.heard("b", state("b", 3), 2.0)
-    one.heard("c", state("c", 3, Word.FAILED, cause="ledger_failed"), 2.0)
+    one.heard("c", state("c", 3, RunStatus.FAILED, cause="ledger_failed"), 2.0)
     assert one.verdict(2.0).cause == "deadline"
     assert one.verdict(2.0).node == "b"
 
@@ -143,11 +145,11 @@ def test_a_registered_node_that_says_nothing_is_pending() -> None:
 def test_silence_makes_pending_then_lost() -> None:
     """From half of lost_seconds on the run is pending, at lost_seconds it has failed, by name."""
     one = company("a", "b")
-    assert tick(one, 0.0, LOST / 2 - 0.1).state is Word.HEALTHY
+    assert tick(one, 0.0, LOST / 2 - 0.1).state is RunStatus.HEALTHY
     verdict = tick(one, LOST / 2 - 0.1, LOST / 2)
     assert (verdict.state, verdict.reason, verdict.node) == (*QUIET, "b")
     assert verdict.cause is None
-    assert tick(one, LOST / 2, LOST - 0.1).state is Word.PENDING
+    assert tick(one, LOST / 2, LOST - 0.1).state is RunStatus.PENDING
     verdict = tick(one, LOST - 0.1, LOST)
     assert (verdict.state, verdict.reason, verdict.cause) == (*GONE, "node_lost")
     assert verdict.detail == "node b has not been heard of for 15.0 s"
@@ -158,14 +160,14 @@ def test_a_word_in_time_is_enough() -> None:
     one = company("a", "b")
     for beat in range(2, 40):
         now = beat * LOST / 5
-        assert one.ticked(now).state is Word.HEALTHY
+        assert one.ticked(now).state is RunStatus.HEALTHY
         one.heard("b", state("b", beat), now)
 
 
 def test_our_own_silence_is_not_judged() -> None:
     """A node knows that it is there; the others judge whether they hear it."""
     one = company("a")
-    assert tick(one, 0.0, 10 * LOST).state is Word.HEALTHY
+    assert tick(one, 0.0, 10 * LOST).state is RunStatus.HEALTHY
 
 
 def test_what_was_told_before_is_no_sign_of_life() -> None:
@@ -179,11 +181,11 @@ def test_what_was_told_before_is_no_sign_of_life() -> None:
 def test_an_older_word_is_no_news() -> None:
     """A word that is overtaken on its way does not undo the later one."""
     one = company("a", "b")
-    one.heard("b", state("b", 5, Word.PENDING), 1.0)
+    one.heard("b", state("b", 5, RunStatus.PENDING), 1.0)
     one.heard("b", state("b", 4), 2.0)
-    assert one.verdict(2.0).state is Word.PENDING
+    assert one.verdict(2.0).state is RunStatus.PENDING
     one.heard("b", state("b", 1, restarts=1), 3.0)
-    assert one.verdict(3.0).state is Word.HEALTHY
+    assert one.verdict(3.0).state is RunStatus.HEALTHY
 
 
 def test_a_word_too_late_does_not_undo_the_loss() -> None:
@@ -211,7 +213,7 @@ def test_anothers_words_under_a_nodes_name_are_not_its_own() -> None:
 
 def test_an_absent_node_makes_pending_for_as_long_as_nothing_runs() -> None:
     """Before the first admission there is time without end to start the nodes."""
-    one = Company("a", 3, LOST, 0.0)
+    one = Membership("a", 3, LOST, 0.0)
     one.heard("a", state("a", admitted=False), 0.0)
     verdict = tick(one, 0.0, 20 * LOST)
     assert (verdict.state, verdict.reason) == ABSENT
@@ -220,7 +222,7 @@ def test_an_absent_node_makes_pending_for_as_long_as_nothing_runs() -> None:
 
 def test_an_absent_node_is_lost_after_the_first_admission() -> None:
     """The clock runs from the first admission of any node, as far as it is known here."""
-    one = Company("a", 3, LOST, 0.0)
+    one = Membership("a", 3, LOST, 0.0)
     one.heard("a", state("a", admitted=False), 0.0)
     one.heard("b", state("b", admitted=False), 0.0)
     for now in range(1, 40):
@@ -237,7 +239,7 @@ def test_a_node_that_comes_late_but_in_time_is_welcome() -> None:
     tick(one, 0.0, LOST - 1)
     one.joined("b", "run of b", LOST - 1)
     one.heard("b", state("b"), LOST - 1)
-    assert one.verdict(LOST - 1).state is Word.HEALTHY
+    assert one.verdict(LOST - 1).state is RunStatus.HEALTHY
 
 
 def test_a_node_that_comes_too_late_stays_lost() -> None:
@@ -258,15 +260,15 @@ def test_a_node_that_ended_cleanly_is_settled() -> None:
     """It has nothing more to say, and silence is what is expected of it."""
     one = company("a", "b")
     one.heard("b", state("b", 2, ended=True), 1.0)
-    assert tick(one, 1.0, 10 * LOST) == Verdict(Word.HEALTHY)
-    assert one.verdict(10 * LOST, answered=["a"]).state is Word.HEALTHY
-    assert one.rows(10 * LOST)["b"].hearing is Hearing.ENDED
+    assert tick(one, 1.0, 10 * LOST) == Verdict(RunStatus.HEALTHY)
+    assert one.verdict(10 * LOST, answered=["a"]).state is RunStatus.HEALTHY
+    assert one.rows(10 * LOST)["b"].hearing is Liveness.ENDED
 
 
 def test_a_node_that_ended_latched_has_failed() -> None:
     """To end does not undo a failure."""
     one = company("a", "b")
-    one.heard("b", state("b", 2, Word.FAILED, ended=True), 1.0)
+    one.heard("b", state("b", 2, RunStatus.FAILED, ended=True), 1.0)
     assert one.verdict(1.0).cause == "deadline"
 
 
@@ -276,7 +278,7 @@ def test_a_node_that_resumes_is_a_node_again() -> None:
     one.heard("b", state("b", 2, ended=True), 1.0)
     tick(one, 1.0, 100.0)
     one.heard("b", state("b", 1, restarts=1), 100.0)
-    assert one.verdict(100.0).state is Word.HEALTHY
+    assert one.verdict(100.0).state is RunStatus.HEALTHY
     assert tick(one, 100.0, 100.0 + LOST).cause == "node_lost"
 
 
@@ -293,7 +295,7 @@ def test_losing_the_servers_is_not_healthy_at_once() -> None:
     one.connected(LOST + 0.9)
     assert one.verdict(LOST + 0.9).reason is Reason.NODE_QUIET
     one.heard("b", state("b", 2), LOST + 1.0)
-    assert one.verdict(LOST + 1.0).state is Word.HEALTHY
+    assert one.verdict(LOST + 1.0).state is RunStatus.HEALTHY
 
 
 def test_losing_the_servers_for_too_long_fails_the_run() -> None:
@@ -326,7 +328,7 @@ def test_a_connection_that_comes_and_goes_hides_nobody_for_ever() -> None:
     one, now = company("a", "b"), 8.0
     tick(one, 0.0, now)
     while one.ticked(now).cause is None:
-        assert one.verdict(now).state is Word.PENDING
+        assert one.verdict(now).state is RunStatus.PENDING
         one.disconnected(now)
         tick(one, now, now + 4.0)
         one.connected(now + 4.0)
@@ -342,7 +344,7 @@ def test_a_process_that_stood_still_does_not_blame_the_others() -> None:
     assert one.verdict(70.0).reason is Reason.NODE_QUIET
     assert one.ticked(70.0).cause is None
     one.heard("b", state("b", 2), 70.1)
-    assert one.verdict(70.1).state is Word.HEALTHY
+    assert one.verdict(70.1).state is RunStatus.HEALTHY
     dead = company("a", "b")
     tick(dead, 0.0, 5.0)
     assert tick(dead, 70.0, 70.0 + LOST).cause == "node_lost"
@@ -357,20 +359,20 @@ def test_a_node_that_does_not_answer_is_not_healthy() -> None:
     verdict = one.verdict(1.0, answered={"a"})
     assert (verdict.state, verdict.reason, verdict.node) == (*QUIET, "b")
     assert verdict.detail == "node b did not answer"
-    assert one.verdict(1.0, answered={"a", "b"}).state is Word.HEALTHY
-    assert one.rows(1.0, answered={"a"})["b"].hearing is Hearing.UNANSWERED
+    assert one.verdict(1.0, answered={"a", "b"}).state is RunStatus.HEALTHY
+    assert one.rows(1.0, answered={"a"})["b"].hearing is Liveness.UNANSWERED
 
 
 def test_rows_say_what_is_known_of_each_node() -> None:
     """The page has a row per node: what was heard, how long ago, the last word."""
     one = company("a", "b")
-    one.heard("b", state("b", 2, Word.PENDING), 2.0)
+    one.heard("b", state("b", 2, RunStatus.PENDING), 2.0)
     rows = one.rows(12.0)
     assert list(rows) == ["a", "b"] == list(one.names)
     assert rows["a"].silent_seconds == 0.0
     assert rows["b"].silent_seconds == 10.0
-    assert rows["b"].hearing is Hearing.QUIET
-    assert rows["b"].state == state("b", 2, Word.PENDING)
+    assert rows["b"].hearing is Liveness.QUIET
+    assert rows["b"].state == state("b", 2, RunStatus.PENDING)
 
 
 def test_asking_changes_nothing() -> None:
@@ -388,7 +390,7 @@ def test_asking_changes_nothing() -> None:
 
 def test_the_bytes_of_a_state_are_pinned() -> None:
     """Nodes of one version say how they are in exactly this form."""
-    said = state("b", 4, Word.FAILED)
+    said = state("b", 4, RunStatus.FAILED)
     assert said.encode() == (
         b'{"admitted":true,"beat":4,"cause":"deadline","counts":{"retrieval_attempts":3},'
         b'"ended":false,"head":"' + b"ab" * 32 + b'","instance":"run of b","restarts":0,"seq":7,'
@@ -424,7 +426,7 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
 )
 def test_another_state_is_not_read(before: bytes, after: bytes) -> None:
     """A state of another shape is another version's."""
-    data = state("b", 4, Word.FAILED).encode()
+    data = state("b", 4, RunStatus.FAILED).encode()
     assert before in data
     with pytest.raises(errors.ClusterUnreadable):
         NodeState.decode(data.replace(before, after))
@@ -440,9 +442,9 @@ def test_another_registration_is_not_read(data: bytes) -> None:
 def test_a_state_cannot_say_nonsense() -> None:
     """A cause belongs to a failure, work in flight to a node that goes on, a count counts."""
     nonsense: list[dict[str, Any]] = [
-        {"word": Word.FAILED, "cause": None},
+        {"word": RunStatus.FAILED, "cause": None},
         {"cause": "deadline"},
-        {"word": Word.PENDING, "ended": True},
+        {"word": RunStatus.PENDING, "ended": True},
         {"seq": -1},
         {"counts": {"x": 1.5}},
     ]

@@ -12,7 +12,7 @@ from smartsearch_sidecar.cluster.answers import AnswerStream
 from smartsearch_sidecar.cluster.bus import Linked, Read
 from smartsearch_sidecar.cluster.digests import decode_batch
 from smartsearch_sidecar.cluster.quota_leases import Leases
-from smartsearch_sidecar.gate.cluster import Fleet
+from smartsearch_sidecar.gate.cluster import ClusterRun
 from tests.fakes import rollouts
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.cluster_run import bus_of, joined, leases, until
@@ -76,9 +76,9 @@ async def reward(run: Served, *solutions: str) -> tuple[int, Any]:
     )
 
 
-def stream_of(fleet: Fleet) -> AnswerStream:
+def stream_of(cluster_run: ClusterRun) -> AnswerStream:
     """What a node publishes its answers to."""
-    stream = fleet.node.answers
+    stream = cluster_run.node.answers
     assert stream is not None
     return stream
 
@@ -229,9 +229,9 @@ async def test_an_answer_is_published_once(tmp_path: Path) -> None:
     async with pair(tmp_path, ground) as (first, second):
         streams = []
         for run in (first, second):
-            fleet = run.service.allowance
-            assert isinstance(fleet, Fleet)
-            streams.append(stream_of(fleet))
+            cluster_run = run.service.allowance
+            assert isinstance(cluster_run, ClusterRun)
+            streams.append(stream_of(cluster_run))
         await rollout(first, "one", " ", "two")
         await streams[0].published()
         assert published() == 3

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
-from smartsearch_sidecar.gate.cluster import Fleet
+from smartsearch_sidecar.gate.cluster import ClusterRun
 from smartsearch_sidecar.ledger.verify import verify
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, leases, until
@@ -169,9 +169,9 @@ async def test_what_is_heard_at_the_end_changes_no_record(tmp_path: Path) -> Non
     """A latch that closes elsewhere while this node ends is for its next start."""
     ground = Ground()
     async with cluster(tmp_path, 2, ground=ground) as (first, second):
-        fleet = second.service.allowance
-        assert isinstance(fleet, Fleet)
-        fleet.ending()
+        cluster_run = second.service.allowance
+        assert isinstance(cluster_run, ClusterRun)
+        cluster_run.ending()
         await first.internal("POST", "/latch", {"reason": "enough"})
         await until(lambda: "latch" in ground.keys)
         await asyncio.sleep(0.05)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar.ledger.disk import OneCallDisk
-from smartsearch_sidecar.ledger.disk_thread import Hand
+from smartsearch_sidecar.ledger.disk_thread import DiskThread
 from smartsearch_sidecar.ledger.file import RunFiles
 from tests.fakes.disk import CountingDisk
 
@@ -128,7 +128,7 @@ def test_what_was_not_synced_is_with_what_follows(tmp_path: Path) -> None:
 @pytest.mark.both_loops
 async def test_a_hand_works_in_order_and_off_the_loop() -> None:
     """Jobs are done one after the other, in a thread of their own, as they were given."""
-    hand = Hand()
+    thread = DiskThread()
     done: list[tuple[int, bool]] = []
     loops = threading.get_ident()
 
@@ -136,31 +136,31 @@ async def test_a_hand_works_in_order_and_off_the_loop() -> None:
         done.append((n, threading.get_ident() == loops))
 
     try:
-        await asyncio.gather(*(hand.give(work, n) for n in range(50)))
+        await asyncio.gather(*(thread.submit(work, n) for n in range(50)))
     finally:
-        await asyncio.to_thread(hand.stop)
+        await asyncio.to_thread(thread.stop)
     assert done == [(n, False) for n in range(50)]
 
 
 @pytest.mark.both_loops
 async def test_a_hand_reports_what_was_raised_and_goes_on() -> None:
     """A job's failure is its own."""
-    hand = Hand()
+    thread = DiskThread()
 
     def fail() -> None:
         raise OSError(errno.ENOSPC, "full")
 
     try:
         with pytest.raises(OSError, match="full"):
-            await hand.give(fail)
-        await hand.give(lambda: None)
+            await thread.submit(fail)
+        await thread.submit(lambda: None)
     finally:
-        await asyncio.to_thread(hand.stop)
+        await asyncio.to_thread(thread.stop)
 
 
 async def test_a_job_nobody_awaits_any_more_is_done() -> None:
     """Who is cancelled while a job is under way neither stops it nor hears of it."""
-    hand = Hand()
+    thread = DiskThread()
     held, begun, ended = threading.Event(), threading.Event(), []
 
     def work() -> None:
@@ -168,10 +168,10 @@ async def test_a_job_nobody_awaits_any_more_is_done() -> None:
         held.wait(10)
         ended.append(True)
 
-    given = hand.give(work)
+    given = thread.submit(work)
     await asyncio.to_thread(begun.wait, 10)
     given.cancel()
     held.set()
-    await asyncio.to_thread(hand.stop)
-    await asyncio.to_thread(hand.stop)
+    await asyncio.to_thread(thread.stop)
+    await asyncio.to_thread(thread.stop)
     assert ended == [True]

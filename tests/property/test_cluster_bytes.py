@@ -18,10 +18,12 @@ from smartsearch_sidecar.cluster.agreement import (
 )
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.digests import decode_batch, encode_batch
-from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, Word
+from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, RunStatus
 from smartsearch_sidecar.cluster.quota_leases import Leases, enrolled, leased
 
-STATE = NodeState("ab12", 1, 27, Word.FAILED, True, True, {"x": 3, "y": 0}, 9, "cd", "deadline")
+STATE = NodeState(
+    "ab12", 1, 27, RunStatus.FAILED, True, True, {"x": 3, "y": 0}, 9, "cd", "deadline"
+)
 LEASES, _ = leased(
     enrolled(enrolled(Leases.begun({"searches": 99, "t": 7}, 2), "a"), "b"), "b", {"t": 5}
 )
@@ -119,14 +121,14 @@ def _keys(value: Any) -> set[str]:
 @settings(deadline=None)
 @given(
     counts=st.dictionaries(st.text(max_size=8), st.integers(0, 2**63), max_size=4),
-    word=st.sampled_from(Word),
+    word=st.sampled_from(RunStatus),
     numbers=st.tuples(*[st.integers(0, 2**63)] * 3),
     texts=st.tuples(*[st.text(max_size=20)] * 3),
     flags=st.tuples(st.booleans(), st.booleans()),
 )
 def test_a_state_comes_back_as_itself(
     counts: dict[str, int],
-    word: Word,
+    word: RunStatus,
     numbers: tuple[int, ...],
     texts: tuple[str, ...],
     flags: tuple[bool, bool],
@@ -137,12 +139,12 @@ def test_a_state_comes_back_as_itself(
         restarts=numbers[0],
         beat=numbers[1],
         word=word,
-        ended=flags[0] and word is not Word.PENDING,
+        ended=flags[0] and word is not RunStatus.PENDING,
         admitted=flags[1],
         counts=counts,
         seq=numbers[2],
         head=texts[1],
-        cause=texts[2] if word is Word.FAILED else None,
+        cause=texts[2] if word is RunStatus.FAILED else None,
     )
     assert NodeState.decode(said.encode()) == said
 

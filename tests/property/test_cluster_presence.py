@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smartsearch_sidecar.cluster.membership import Company, Verdict
-from smartsearch_sidecar.cluster.nodestate import NodeState, Word
+from smartsearch_sidecar.cluster.membership import Membership, Verdict
+from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
 
 LOST = 10.0
 NAMES = ("a", "b", "c")
@@ -47,12 +47,12 @@ class Told:
 
 def play(
     steps: list[tuple[str, object]],
-    look: Callable[[Company, Told], None] = lambda one, told: None,
+    look: Callable[[Membership, Told], None] = lambda one, told: None,
     *,
     nodes: int = 3,
-) -> tuple[Company, Told]:
+) -> tuple[Membership, Told]:
     """Tells a history; ``look`` is called after each step."""
-    one, told = Company("a", nodes, LOST, 0.0), Told()
+    one, told = Membership("a", nodes, LOST, 0.0), Told()
     for kind, what in steps:
         if kind in ("pass", "stand still"):
             assert isinstance(what, int)
@@ -71,14 +71,14 @@ def play(
     return one, told
 
 
-def say(one: Company, told: Told, kind: str, name: str) -> None:
+def say(one: Membership, told: Told, kind: str, name: str) -> None:
     """A node's word; "say again" tells its last one once more."""
     before = told.last.get(name)
     if kind == "say again":
         if before is not None:
             one.heard(name, before, told.now)
         return
-    word = {"work": Word.PENDING, "fail": Word.FAILED}.get(kind, Word.HEALTHY)
+    word = {"work": RunStatus.PENDING, "fail": RunStatus.FAILED}.get(kind, RunStatus.HEALTHY)
     state = NodeState(
         instance=name,
         restarts=0,
@@ -89,13 +89,13 @@ def say(one: Company, told: Told, kind: str, name: str) -> None:
         counts={},
         seq=0,
         head="",
-        cause="deadline" if word is Word.FAILED else None,
+        cause="deadline" if word is RunStatus.FAILED else None,
     )
     one.heard(name, state, told.now)
     told.last[name], told.heard_at[name] = state, told.now
 
 
-def verdicts_into(said: list[Verdict]) -> Callable[[Company, Told], None]:
+def verdicts_into(said: list[Verdict]) -> Callable[[Membership, Told], None]:
     """Notes each step's verdict."""
     return lambda one, told: said.append(one.verdict(told.now))
 
@@ -115,7 +115,7 @@ def test_equal_histories_give_equal_verdicts(steps: list[tuple[str, object]]) ->
 def test_looking_changes_nothing(steps: list[tuple[str, object]], asked: float) -> None:
     """How often and for when a verdict is asked has no influence on the next."""
 
-    def look(one: Company, told: Told) -> None:
+    def look(one: Membership, told: Told) -> None:
         one.verdict(told.now + asked)
         one.verdict(told.now + asked, answered=())
         one.rows(told.now + asked)
@@ -129,14 +129,14 @@ def test_looking_changes_nothing(steps: list[tuple[str, object]], asked: float) 
 def test_healthy_is_only_a_run_of_which_all_is_known(steps: list[tuple[str, object]]) -> None:
     """Linked, all joined, all healthy in their last word, and each just heard or cleanly ended."""
 
-    def look(one: Company, told: Told) -> None:
-        if one.verdict(told.now).state is not Word.HEALTHY:
+    def look(one: Membership, told: Told) -> None:
+        if one.verdict(told.now).state is not RunStatus.HEALTHY:
             return
         assert told.down_since is None
         assert not told.was_cut
         assert set(told.last) == set(NAMES)
         for name, state in told.last.items():
-            assert state.word is Word.HEALTHY
+            assert state.word is RunStatus.HEALTHY
             fresh = told.now - told.heard_at[name] < LOST / 2
             assert state.ended or fresh or name == "a"
 
@@ -149,9 +149,9 @@ def test_a_failure_is_never_taken_back(steps: list[tuple[str, object]]) -> None:
     """The first cause stays, and a failed verdict always has one."""
     causes: list[str | None] = []
 
-    def look(one: Company, told: Told) -> None:
+    def look(one: Membership, told: Told) -> None:
         verdict = one.verdict(told.now)
-        assert (verdict.cause is not None) is (verdict.state is Word.FAILED)
+        assert (verdict.cause is not None) is (verdict.state is RunStatus.FAILED)
         assert not causes or causes[0] == verdict.cause
         if verdict.cause is not None:
             causes.append(verdict.cause)
@@ -168,11 +168,11 @@ def test_whoever_falls_silent_is_lost_in_bounded_time(steps: list[tuple[str, obj
     ended = all(told.last.get(name) and told.last[name].ended for name in ("b", "c"))
     state = told.last.get("a")
     beat = 0 if state is None else state.beat + 1
-    mine = NodeState("a", 0, beat, Word.HEALTHY, False, True, {}, 0, "")
+    mine = NodeState("a", 0, beat, RunStatus.HEALTHY, False, True, {}, 0, "")
     one.heard("a", mine, told.now)  # something was admitted: the clock of the absent runs
     now = told.now
     for _ in range(11):
         now += LOST / 10
         one.ticked(now)
     verdict = one.verdict(now)
-    assert verdict.state is Word.FAILED or ended
+    assert verdict.state is RunStatus.FAILED or ended

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smartsearch_sidecar.run.deadline import within
+from smartsearch_sidecar.run.deadline import run_until_deadline
 
 FAR = 1e9
 
@@ -19,7 +19,7 @@ async def test_what_need_not_wait_is_answered_without_a_timer() -> None:
     async def known() -> int:
         return 7
 
-    assert await within(0.0, known()) == 7
+    assert await run_until_deadline(0.0, known()) == 7
 
 
 @pytest.mark.both_loops
@@ -30,7 +30,7 @@ async def test_what_it_raises_at_once_is_raised() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        await within(FAR, failing())
+        await run_until_deadline(FAR, failing())
 
 
 @pytest.mark.both_loops
@@ -47,7 +47,7 @@ async def test_what_waits_goes_on_to_its_end() -> None:
             await asyncio.sleep(0.001)
         return [word, asyncio.current_task() is task]
 
-    assert await within(FAR, waiting()) == ["set", True]
+    assert await run_until_deadline(FAR, waiting()) == ["set", True]
 
 
 @pytest.mark.both_loops
@@ -63,7 +63,7 @@ async def test_at_the_deadline_it_is_cancelled() -> None:
             raise
 
     with pytest.raises(TimeoutError):
-        await within(asyncio.get_running_loop().time() - 1, hanging())
+        await run_until_deadline(asyncio.get_running_loop().time() - 1, hanging())
     assert seen == ["cancelled"]
 
 
@@ -81,7 +81,7 @@ async def test_a_cancelled_caller_cancels_it_and_lets_it_tidy_up() -> None:
             await asyncio.sleep(0)
             seen.append("tidy")
 
-    task = asyncio.create_task(within(FAR, hanging()))
+    task = asyncio.create_task(run_until_deadline(FAR, hanging()))
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -101,7 +101,7 @@ async def test_one_that_takes_its_cancellation_for_an_answer_is_believed() -> No
         return "never"
 
     asyncio.get_running_loop().call_soon(failed.set_exception, OSError("gone"))
-    assert await within(FAR, forgiving()) == "well"
+    assert await run_until_deadline(FAR, forgiving()) == "well"
 
 
 def test_one_that_is_given_up_is_closed() -> None:
@@ -115,7 +115,7 @@ def test_one_that_is_given_up_is_closed() -> None:
             seen.append("closed")
 
     async def main() -> Any:
-        asking = within(FAR, hanging())
+        asking = run_until_deadline(FAR, hanging())
         asking.send(None)
         return asking
 

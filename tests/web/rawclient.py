@@ -13,7 +13,7 @@ from smartsearch_sidecar.web import edge
 
 PATIENCE = 10.0  # seconds until a wait in a test is a finding
 CAPABILITY = b"Zr4tT9-capability-of-the-edge-tests_0123456789"
-NEEDLE = b"/" + CAPABILITY + b"/"
+MARKER = b"/" + CAPABILITY + b"/"
 TARGET = "/" + CAPABILITY.decode() + "/execute"
 
 
@@ -194,7 +194,7 @@ async def serving(
     server = edge.serve(
         handler or echo,
         observer=seen,
-        needle=NEEDLE,
+        capability_marker=MARKER,
         keepalive_seconds=keepalive_seconds,
         connections_max=connections_max,
         stall_seconds=stall_seconds,

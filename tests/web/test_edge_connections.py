@@ -13,7 +13,7 @@ from smartsearch_sidecar.errors import InvalidBody, InvariantBroken, NotAvailabl
 from smartsearch_sidecar.web import edge
 from tests.web.rawclient import (
     CAPABILITY,
-    NEEDLE,
+    MARKER,
     PATIENCE,
     TARGET,
     RawClient,
@@ -408,7 +408,7 @@ async def test_request_that_meets_the_farewell_of_a_drain_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call that crosses our goodbye gets no answer, so it must not pass unseen."""
-    monkeypatch.setattr(edge, "FAREWELL_SECONDS", PATIENCE)
+    monkeypatch.setattr(edge, "HALF_CLOSE_SECONDS", PATIENCE)
     async with serving() as served:
         client = await served.connect()
         await client.send(message())
@@ -512,17 +512,17 @@ def test_untested_aiohttp_and_its_slow_parser_are_refused_with_the_remedy() -> N
 
 
 async def test_edge_without_bounds_is_refused() -> None:
-    """A needle that every connection holds, or a bound of zero, is a mistake of ours."""
+    """A capability marker that every connection holds, or a bound of zero, is a mistake of ours."""
 
     async def handler(request: edge.EdgeRequest) -> edge.Reply:
         return answering(request)
 
-    for needle, seconds, most in ((b"", 75.0, 1), (NEEDLE, 0.0, 1), (NEEDLE, 75.0, 0)):
+    for capability_marker, seconds, most in ((b"", 75.0, 1), (MARKER, 0.0, 1), (MARKER, 75.0, 0)):
         with pytest.raises(InvariantBroken):
             edge.serve(
                 handler,
                 observer=Recorder(),
-                needle=needle,
+                capability_marker=capability_marker,
                 keepalive_seconds=seconds,
                 connections_max=most,
             )

@@ -19,7 +19,7 @@ from smartsearch_sidecar.errors import InvalidBody
 from smartsearch_sidecar.web import edge
 from tests.web.rawclient import (
     CAPABILITY,
-    NEEDLE,
+    MARKER,
     PATIENCE,
     TARGET,
     RawClient,
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.both_loops
 
 
 @pytest.fixture(autouse=True)
-def long_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger's farewell outlasts any pause of this machine: what is tested is what it hears."""
-    monkeypatch.setattr(edge, "FAREWELL_SECONDS", PATIENCE)
+def long_half_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-close outlasts any pause of this machine: what is tested is what a stranger hears."""
+    monkeypatch.setattr(edge, "HALF_CLOSE_SECONDS", PATIENCE)
 
 
-OURS = b"POST " + NEEDLE + b"execute HTTP/1.1\r\n"
+OURS = b"POST " + MARKER + b"execute HTTP/1.1\r\n"
 STRANGE = CAPABILITY[:-1] + b"X"  # all but the last character is right
 AFTER_CLOSE = "bytes after close"  # in a segment of their own they meet a closed connection
 PASSED_ON = 1500  # mutated requests a loop
@@ -83,9 +83,9 @@ MALFORMED: dict[str, bytes] = {
     "long name": OURS + b"Host: x\r\n" + b"y" * 8200 + b": x\r\n\r\n",
     "many headers": OURS + b"Host: x\r\n" + b"X: y\r\n" * 128 + b"\r\n",
     "two megabytes": OURS + b"Host: x\r\nX: " + b"y" * 2_000_000 + b"\r\n\r\n",
-    "long target": b"POST " + NEEDLE + b"y" * 8200 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    "long target": b"POST " + MARKER + b"y" * 8200 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     **{
-        f"target {value!r}": b"POST " + NEEDLE + value + b" HTTP/1.1\r\nHost: x\r\n\r\n"
+        f"target {value!r}": b"POST " + MARKER + value + b" HTTP/1.1\r\nHost: x\r\n\r\n"
         for value in (b"a b", b"a\0b", b"a\tb", b"a\xffb", "ä".encode(), b"a\x7f")
     },
     "method in lower case": b"post" + OURS[4:] + b"Host: x\r\n\r\n",
@@ -282,7 +282,7 @@ async def test_client_that_leaves_at_any_byte_of_its_headers_is_seen(
 ) -> None:
     """A call cut within its headers is reported, as ours from the byte that proves it."""
     headers = message(b"")
-    proven = headers.index(NEEDLE) + len(NEEDLE)
+    proven = headers.index(MARKER) + len(MARKER)
     async with serving(answering) as served:
         for cut in range(1, len(headers)):
             client = await served.connect()
@@ -320,11 +320,11 @@ async def test_line_ends_between_requests_are_no_request() -> None:
 
 async def test_capability_counts_wherever_the_segments_end() -> None:
     """The capability is found across segments, and a near miss in many of them is not."""
-    bad = b"GET / HTTP/1.1\r\nHost: x\r\nX: " + NEEDLE + b"\r\nBad Header: x\r\n\r\n"
-    near = bad.replace(NEEDLE, b"/" + CAPABILITY[:-1] + b"/" + CAPABILITY[-1:] + b"/")
+    bad = b"GET / HTTP/1.1\r\nHost: x\r\nX: " + MARKER + b"\r\nBad Header: x\r\n\r\n"
+    near = bad.replace(MARKER, b"/" + CAPABILITY[:-1] + b"/" + CAPABILITY[-1:] + b"/")
     async with serving(answering) as served:
         for data, owner in ((bad, True), (near, False)):
-            for drip in range(1, len(NEEDLE) + 2):
+            for drip in range(1, len(MARKER) + 2):
                 await refused(served, data, drip)
                 assert [mine for _, mine in served.seen.faults] == [owner]
                 served.seen.faults.clear()
@@ -499,7 +499,7 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
             if edge.BAD_MESSAGE in answer:
                 assert served.seen.faults, data
             for _, authenticated in served.seen.faults:
-                assert authenticated is (NEEDLE in data), data
+                assert authenticated is (MARKER in data), data
             served.seen.faults.clear()
         assert served.seen.silent
     assert not caplog.records
