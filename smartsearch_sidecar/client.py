@@ -42,11 +42,11 @@ def read_endpoints(path: Path) -> Endpoints:
         value = json.loads(path.read_bytes())
         return Endpoints(str(value["sandbox_url"]), str(value["internal_url"]))
     except FileNotFoundError:
-        raise errors.Unreachable(
+        raise errors.UNREACHABLE(
             f"{path} does not exist: no sidecar serves this run (it writes the file when ready)"
         ) from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise errors.Unreachable(
+        raise errors.UNREACHABLE(
             f"{path} cannot be read as a sidecar's endpoints: name the file `serve` wrote, as "
             "its user"
         ) from None
@@ -58,7 +58,7 @@ def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = 
         return read_endpoints(run_directory / "endpoints.json")
     named = (os.environ if environ is None else environ).get(ENDPOINTS_VARIABLE)
     if not named:
-        raise errors.Unreachable(
+        raise errors.UNREACHABLE(
             f"which run? pass --run-dir, or set {ENDPOINTS_VARIABLE} to its endpoints.json"
         )
     return read_endpoints(Path(named))
@@ -70,7 +70,7 @@ class Client:
     def __init__(self, base_url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None:
-            raise errors.Unreachable("the sidecar's address is not an http URL")
+            raise errors.UNREACHABLE("the sidecar's address is not an http URL")
         self._host = parts.hostname
         self._port = parts.port or 80
         self._prefix = parts.path.rstrip("/")
@@ -90,12 +90,12 @@ class Client:
             answer = connection.getresponse()
             return Answered(answer.status, json.loads(answer.read()))
         except (OSError, http.client.HTTPException) as exc:
-            raise errors.Unreachable(
+            raise errors.UNREACHABLE(
                 f"no sidecar answers on {self._host} port {self._port} ({type(exc).__name__}): it "
                 "stopped, hangs or was killed; its log says why"
             ) from None
         except ValueError:
-            raise errors.Unreachable(
+            raise errors.UNREACHABLE(
                 f"what answers on {self._host} port {self._port} is not a sidecar: the run's "
                 "has ended, and another program took its port"
             ) from None

@@ -1,561 +1,736 @@
-"""Every exception of the package, named by the boundary it crossed.
+"""Every failure of the package: one row each. Rows are raised, classes are caught.
 
-Two vocabularies, both stable, both read by other people's scripts:
+``raise errors.BUSY("no slot is free")`` makes an exception that carries its row. A row says:
 
-- ``code`` is what a caller is told (``error.code`` on the wire, or the word before a sentence on a
-  terminal). The one table from code to HTTP status is in ``web/routes.py``, not here.
-- ``cause`` is what closes the latch, and ``None`` where the failure must not close it.
+- ``answer``: what a caller is told: a ``code`` (``error.code`` on the wire, or the word before a
+  sentence on a terminal), the HTTP ``status``, and a ``sentence``. The sentence is constant, so
+  that nothing of a request, a capability or a reference answer can reach an answer; the ledger and
+  the log hold the detail.
+- ``cause``: what closes the latch, ``None`` where the failure must not close it.
+- ``remedy``: what the person on call looks at. A closed latch never opens again: what a remedy says
+  comes before a new run (``run.previous``).
 
-The message is written for a person who has never seen the code: it names the thing and the
+Codes and causes are stable: other people's scripts read them.
+
+A failure has a class of its own only where some code catches it by that class.
+
+The message of an exception is for a person who does not know the code: it names the thing and the
 remedy, and never holds a capability or a reference answer.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+Raised = TypeVar("Raised", bound="SidecarError")
+
+GOING_ON: Final = (
+    "Stop training, go back to the last accepted checkpoint, and start the sidecar on a new run "
+    "directory with run.previous set to this one."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a caller is told: code, HTTP status (``None``: no request meets it), sentence."""
+
+    code: str
+    status: int | None = None
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure(Generic[Raised]):
+    """One row of the table; see the head of this file for the columns.
+
+    Attributes:
+        family: the class its exceptions are caught by.
+        as_reward: the row under which a reward request meets it, where that is another one: the
+            latch then says whose request it was.
+        says_more: the message itself is answered instead of the sentence: each one is constant, and
+            only the holder of the internal capability reads it.
+    """
+
+    family: type[Raised]
+    answer: Told
+    cause: str | None = None
+    remedy: str = ""
+    as_reward: Failure[Any] | None = None
+    says_more: bool = False
+
+    def __call__(self, message: str, **details: Any) -> Raised:
+        """The exception to raise. ``details`` are the further words its class takes."""
+        return self.family(self, message, **details)
+
+    def matches(self, exc: object) -> bool:
+        """Whether ``exc`` was raised from this row."""
+        return isinstance(exc, SidecarError) and exc.failure is self
+
+    @property
+    def closes_as(self) -> str:
+        """The cause it closes the latch with where it has to close it: ``cause``, else ``code``."""
+        return self.cause or self.answer.code
+
+
+# --- the classes: what some code catches ----------------------------------------------------------
 
 
 class SidecarError(Exception):
-    """Base of every failure this package names.
+    """Base of every failure that this package names. ``failure`` is its row."""
 
-    ``code`` and ``cause`` are class attributes; an instance may narrow ``cause`` where one boundary
-    has several (``InvalidRequest``).
-    """
+    def __init__(self, failure: Failure[Any], message: str) -> None:
+        # Both are `args`: an exception is copied by calling its class with them.
+        super().__init__(failure, message)
+        self.failure: Final = failure
+        self.message: Final = message
+        self.counted = False
 
-    code: ClassVar[str] = "internal_error"
-    cause: str | None = None
-    counted: bool = False
-    """Set once a refusal was counted: it may pass through several hands on its way out."""
+    def __str__(self) -> str:
+        return self.message
 
     @property
-    def message(self) -> str:
-        """The sentence for a person."""
-        return str(self.args[0]) if self.args else self.code
+    def code(self) -> str:
+        """``error.code`` on the wire."""
+        return self.failure.answer.code
 
+    @property
+    def cause(self) -> str | None:
+        """What closes the latch, ``None`` where it must stay open."""
+        return self.failure.cause
 
-# --- misuse: somebody ran us wrongly; a command ends with exit 2 ----------------------------------
+    @property
+    def closes_as(self) -> str:
+        """The cause where the latch has to close: ``cause``, else ``code``."""
+        return self.failure.closes_as
 
 
 class UsageError(SidecarError):
-    """The words, files or places a person gave cannot be used; exit code 2."""
-
-    code: ClassVar[str] = "usage"
+    """The words, files or places that a person gave cannot be used: a command ends with exit 2."""
 
 
 class ConfigError(UsageError):
     """A configuration key is unknown, missing or has a value that is not allowed."""
 
-    code: ClassVar[str] = "config_invalid"
-
-
-class RunDirectoryError(UsageError):
-    """The run directory exists, is served by another process, or cannot be made."""
-
-    code: ClassVar[str] = "run_directory"
-
-
-class CorpusError(UsageError):
-    """A corpus cannot be read; the message names file and line."""
-
-    code: ClassVar[str] = "corpus_invalid"
-
-
-class IndexUnusable(UsageError):
-    """An index is missing, incomplete, of another version, or differs from its manifest."""
-
-    code: ClassVar[str] = "index_unusable"
-
 
 class Unreachable(UsageError):
-    """No sidecar answers at the address; exit code 2."""
-
-    code: ClassVar[str] = "unreachable"
-
-
-class NotAvailable(UsageError):
-    """The configuration asks for something this installation does not carry (an extra)."""
-
-    code: ClassVar[str] = "not_available"
-
-
-# --- the edge: bytes that are not a request of ours -----------------------------------------------
-
-
-class EdgeRefusal(SidecarError):
-    """What arrived was refused before it was read as a request."""
-
-
-class Unauthorized(EdgeRefusal):
-    """No capability, or a wrong one; touches nothing."""
-
-    code: ClassVar[str] = "unauthorized"
-
-
-class NotFound(EdgeRefusal):
-    """The right capability with a path that is not served."""
-
-    code: ClassVar[str] = "not_found"
-    cause = "http_not_found"
-
-
-class MethodNotAllowed(EdgeRefusal):
-    """The route exists, the method does not."""
-
-    code: ClassVar[str] = "method_not_allowed"
-
-
-class InvalidBody(EdgeRefusal):
-    """The body's length is not declared exactly once, or the body came late or short."""
-
-    code: ClassVar[str] = "invalid_body"
-    cause = "http_invalid_body"
-
-
-class BodySize(EdgeRefusal):
-    """An empty body, or one over the bound."""
-
-    code: ClassVar[str] = "body_size"
-    cause = "http_body_size"
-
-
-class ContentType(EdgeRefusal):
-    """The media type is not ``application/json``."""
-
-    code: ClassVar[str] = "content_type"
-    cause = "http_content_type"
-
-
-class BadMessage(EdgeRefusal):
-    """The bytes are not HTTP that the parser takes."""
-
-    code: ClassVar[str] = "bad_message"
-    cause = "http_bad_message"
-
-
-# --- the operator: an internal request that cannot be served; never closes the latch --------------
-
-
-class OperatorRequest(SidecarError):
-    """An internal request with a parameter or body that is not allowed.
-
-    Its message is answered as it is: a constant sentence, nothing of the request.
-    """
-
-    code: ClassVar[str] = "operator_request"
-
-
-class NoSuchPage(SidecarError):
-    """The internal capability with a path that is not served. Its message is answered as it is."""
-
-    code: ClassVar[str] = "not_found"
-
-
-class TooManyViewers(SidecarError):
-    """As many of the operator's pages follow the run as may; the run is not touched."""
-
-    code: ClassVar[str] = "too_many_viewers"
-
-
-class NotReady(SidecarError):
-    """The provider is still loading."""
-
-    code: ClassVar[str] = "not_ready"
-
-
-# --- the contract: a request that says something we do not serve ----------------------------------
-
-
-class InvalidRequest(SidecarError):
-    """The body is not what the contract asks for.
-
-    ``cause`` is ``http_invalid_request`` (not strict JSON, or text that has no UTF-8 form) or
-    ``invalid_native_request`` (JSON of another shape, another environment, another call).
-    """
-
-    code: ClassVar[str] = "invalid_request"
-
-    def __init__(self, message: str, *, cause: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-class QueryRefused(SidecarError):
-    """A query the policy got wrong, in the reference's way: ``on_invalid_query = "latch"``."""
-
-    code: ClassVar[str] = "invalid_request"
-
-    def __init__(self, message: str, *, cause: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-class TaggedQuery(SidecarError):
-    """A protocol tag in a query, with ``on_invalid_query = "latch"``: an attempt that failed."""
-
-    code: ClassVar[str] = "retrieval_failed"
-    cause = "retrieval_failed"
-
-
-# --- the client: it was gone before its answer was handed over ------------------------------------
-
-
-class ClientGone(SidecarError):
-    """Nobody is there to take the answer; whether that closes the latch is ``on_undelivered``'s."""
-
-    code: ClassVar[str] = "response_undelivered"
-
-
-# --- overload and the run's own limits ------------------------------------------------------------
-
-
-class Busy(SidecarError):
-    """No slot, a full waiting room, or the deadline passed while waiting."""
-
-    code: ClassVar[str] = "busy"
-    cause = "http_busy"
-
-
-class QuotaExhausted(SidecarError):
-    """The run's allowance is used up."""
-
-    code: ClassVar[str] = "quota_exhausted"
-    cause = "quota_exhausted"
-
-
-class LatchClosed(SidecarError):
-    """The run has failed before; nothing is admitted any more."""
-
-    code: ClassVar[str] = "retrieval_failed"
-
-
-# --- the provider: what a search did to us --------------------------------------------------------
-
-
-class RetrievalError(SidecarError):
-    """A search that cannot be answered from."""
-
-    code: ClassVar[str] = "retrieval_failed"
-    cause = "retrieval_failed"
-
-
-class ProviderFault(RetrievalError):
-    """The provider raised, crashed, or answered something that is not an answer."""
-
-
-class ProviderTransport(ProviderFault):
-    """The provider was not reached, or the exchange broke: the only kind that may be retried."""
-
-
-class IdentityChanged(RetrievalError):
-    """Corpus or index are not the ones the run was claimed with."""
-
-    cause = "identity_changed"
-
-
-class DocumentInvalid(RetrievalError):
-    """A document breaks the contract of a passage."""
-
-    cause = "document_invalid"
-
-
-class DocumentDrift(RetrievalError):
-    """A document id came back with contents that differ from what this run saw before."""
-
-    cause = "document_drift"
-
-
-class DeadlinePassed(SidecarError):
-    """The deadline passed while the search was still running."""
-
-    code: ClassVar[str] = "deadline"
-    cause = "deadline"
-
-
-class RequestCancelled(SidecarError):
-    """An admitted search was cancelled (the daemon was told to stop before it could finish)."""
-
-    code: ClassVar[str] = "retrieval_failed"
-    cause = "request_cancelled"
-
-
-# --- the ledger -----------------------------------------------------------------------------------
-
-
-class LedgerFailed(SidecarError):
-    """A record could not be made durable. Never tried again: the run is over."""
-
-    code: ClassVar[str] = "ledger_failed"
-    cause = "ledger_failed"
-
-
-class LedgerCorrupt(SidecarError):
-    """A journal is not a history this package wrote; nothing is touched."""
-
-    code: ClassVar[str] = "ledger_corrupt"
-
-
-# --- a broken invariant of our own ----------------------------------------------------------------
-
-
-class InvariantBroken(SidecarError):
-    """What this package promises itself does not hold; ``assert`` would vanish under ``-O``."""
-
-    code: ClassVar[str] = "internal_error"
-    cause = "internal_error"
-
-
-# --- reward: why a score was refused or failed ----------------------------------------------------
-#
-# Two of these are misuse (found before the first request); all others are met while a run is live,
-# and each closes the latch under its own name: the pinned trainer swallows an exception and scores
-# the batch again, so a refusal that only raised would be trained over.
+    """No sidecar answers at the address."""
 
 
 class ScorerSourceError(UsageError):
     """The scorer's source is missing, not the pinned one, or its checkout cannot be trusted."""
 
-    code: ClassVar[str] = "scorer_source"
+
+class ClusterRefused(UsageError):
+    """This node may not join the run: its name is taken, the run is full, or it differs."""
 
 
-class ReferencesError(UsageError):
-    """A file of references cannot be used; the message names file and row."""
-
-    code: ClassVar[str] = "references_invalid"
+class EdgeRefusal(SidecarError):
+    """Bytes that are refused before they are read as a request."""
 
 
-class RewardError(SidecarError):
-    """A rollout that was not given a reward."""
-
-    code: ClassVar[str] = "reward_failed"
-    cause: str | None = "reward_failed"
+class Unauthorized(EdgeRefusal):
+    """No capability, or a wrong one; the run is not touched."""
 
 
-class RewardLatched(RewardError):
-    """The run has failed before; no reward is given any more."""
-
-    cause = None
+class InvalidRequest(SidecarError):
+    """The body is not what the contract of its route asks for."""
 
 
-class RewardCancelled(RewardError):
-    """An admitted score was cancelled (the daemon was told to stop before it could finish)."""
-
-    cause = "reward_cancelled"
+class RetrievalError(SidecarError):
+    """A search that cannot be answered from."""
 
 
-class RewardDeadline(RewardError):
-    """The deadline passed before the score was finished."""
-
-    cause = "reward_deadline"
+class ProviderFault(RetrievalError):
+    """The provider raised, crashed, or answered something that is no answer."""
 
 
-class ReferenceMismatch(RewardError):
-    """The question, or the answers sent with it, are not among the declared references."""
-
-    code: ClassVar[str] = "reference_mismatch"
-    cause = "reference_mismatch"
+class ProviderTransport(ProviderFault):
+    """The provider was not reached, or the exchange broke: only this kind may be retried."""
 
 
-class NoUserTurn(RewardError):
-    """The text has no user turn: another chat template, or special tokens lost in decoding."""
-
-    code: ClassVar[str] = "no_user_turn"
-    cause = "no_user_turn"
+class LedgerFailed(SidecarError):
+    """A record could not be made durable. It is never tried again: the run is over."""
 
 
-class TemplateDiffers(RewardError):
-    """The scorer answered that it cannot read the text: template or decoding differ."""
-
-    code: ClassVar[str] = "template_differs"
-    cause = "template_differs"
+class LedgerCorrupt(SidecarError):
+    """A journal is not a history that this package wrote; no file is touched."""
 
 
-class SolutionTooLong(RewardError):
-    """The rollout is longer than ``reward.max_input_bytes``."""
-
-    code: ClassVar[str] = "solution_too_long"
-    cause = "solution_too_long"
+class InvariantBroken(SidecarError):
+    """What this package promises itself does not hold; ``assert`` would vanish under ``-O``."""
 
 
-class SourceChanged(RewardError):
-    """The scorer's source no longer has the digest it was loaded with."""
-
-    code: ClassVar[str] = "source_changed"
-    cause = "source_changed"
-
-
-class ScorerFailed(RewardError):
+class ScorerFailed(SidecarError):
     """The pinned scorer raised, or returned something that is not a number."""
 
-    code: ClassVar[str] = "scorer_failed"
-    cause = "scorer_failed"
+
+class ProvenanceBroken(SidecarError):
+    """A result block stands where only the rollout writes, and is no answer of this run."""
 
 
-class NonFiniteReward(RewardError):
-    """The pinned scorer returned NaN or an infinity."""
-
-    code: ClassVar[str] = "nonfinite_reward"
-    cause = "nonfinite_reward"
-
-
-class PromptsDiffer(RewardError):
-    """The second pass did not ask for exactly the prompts of the first, in order."""
-
-    code: ClassVar[str] = "prompts_differ"
-    cause = "prompts_differ"
-
-
-class ProvenanceBroken(RewardError):
-    """A result block stands where only the rollout writes, and no answer of this run says it."""
-
-    code: ClassVar[str] = "provenance_broken"
-    cause = "provenance_broken"
-
-
-class VerdictsUnparsed(RewardError):
-    """Too many of the last verdicts were neither ``0`` nor ``1``."""
-
-    code: ClassVar[str] = "verdicts_unparsed"
-    cause = "verdicts_unparsed"
-
-
-class HelperFault(RewardError):
-    """The reward helper did not give a usable, measured verdict.
+class HelperFault(SidecarError):
+    """The reward helper gave no usable, measured verdict.
 
     ``usage`` is ``(input_tokens, output_tokens)`` where the failed exchange was measured all the
-    same: a wrong, empty or over-long answer was paid for. ``None`` means that nobody knows.
+    same: a wrong, empty or over-long answer was paid for. ``None``: the cost is not known.
     """
 
-    code: ClassVar[str] = "helper_failed"
-    cause = "helper_failed"
-
-    def __init__(self, message: str, *, usage: tuple[int, int] | None = None) -> None:
-        super().__init__(message)
-        self.usage = usage
+    def __init__(
+        self, failure: Failure[Any], message: str, *, usage: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(failure, message)
+        self.usage: Final = usage
 
 
 class HelperUnreachable(HelperFault):
-    """No connection to the helper was ever established: the only fault that may be tried again."""
-
-    code: ClassVar[str] = "helper_unreachable"
-    cause = "helper_unreachable"
-
-
-class HelperTransport(HelperFault):
-    """The exchange broke after something had been sent."""
-
-    code: ClassVar[str] = "helper_transport"
-    cause = "helper_transport"
-
-
-class HelperTimeout(HelperFault):
-    """The helper did not answer in time."""
-
-    code: ClassVar[str] = "helper_timeout"
-    cause = "helper_timeout"
-
-
-class HelperStatus(HelperFault):
-    """The helper answered with a status other than 200."""
-
-    code: ClassVar[str] = "helper_status"
-    cause = "helper_status"
-
-
-class HelperAnswerInvalid(HelperFault):
-    """The helper's body is not JSON of the protocol's shape, or is over its bound."""
-
-    code: ClassVar[str] = "helper_answer_invalid"
-    cause = "helper_answer_invalid"
-
-
-class HelperEmpty(HelperFault):
-    """The helper's text is empty, which the pinned scorer would count as a correct round."""
-
-    code: ClassVar[str] = "helper_empty"
-    cause = "helper_empty"
-
-
-class HelperUsageMissing(HelperFault):
-    """The helper did not say how many tokens it read and wrote."""
-
-    code: ClassVar[str] = "helper_usage_missing"
-    cause = "helper_usage_missing"
-
-
-class HelperFinishReason(HelperFault):
-    """The helper finished for a reason other than stop or length."""
-
-    code: ClassVar[str] = "helper_finish_reason"
-    cause = "helper_finish_reason"
+    """No connection to the helper was established: only this fault may be tried again."""
 
 
 class HelperIdentity(HelperFault):
     """The helper serves another model than the one declared."""
 
-    code: ClassVar[str] = "helper_identity"
-    cause = "helper_identity"
-
-
-class HelperOverlong(HelperFault):
-    """The helper wrote more tokens than one call may have."""
-
-    code: ClassVar[str] = "helper_overlong"
-    cause = "helper_overlong"
-
-
-class HelperRedirect(HelperStatus):
-    """The helper answered with a redirect, which is never followed: the prompt holds answers."""
-
-    code: ClassVar[str] = "helper_redirect"
-    cause = "helper_redirect"
-
-
-class HelperNotJson(HelperAnswerInvalid):
-    """The helper's body is declared as something other than JSON: a proxy's or a login page."""
-
-    code: ClassVar[str] = "helper_not_json"
-    cause = "helper_not_json"
-
-
-class HelperTruncated(HelperTransport):
-    """The connection was lost in the middle of the helper's answer."""
-
-    code: ClassVar[str] = "helper_truncated"
-    cause = "helper_truncated"
-
-
-class HelperNotSent(HelperFault):
-    """The call was recorded but not sent, because another of its batch had failed: free."""
-
-    code: ClassVar[str] = "helper_not_sent"
-    cause = "helper_not_sent"
-
-
-# --- many nodes: what the other nodes of a run, or the system between them, did to us -------------
-
-
-class ClusterRefused(UsageError):
-    """This node may not join the run: its name is taken, the run is full, or it differs."""
-
-    code: ClassVar[str] = "cluster_refused"
-
 
 class ClusterUnreachable(SidecarError):
-    """The servers between the nodes did not answer in time, and nothing may be assumed instead."""
-
-    code: ClassVar[str] = "cluster_unreachable"
-    cause = "cluster_unreachable"
+    """The servers between the nodes did not answer in time: the other nodes' state is unknown."""
 
 
 class ClusterUnreadable(SidecarError):
-    """What another node is said to have written is not a value of this version of the package."""
-
-    code: ClassVar[str] = "cluster_unreadable"
-    cause = "cluster_unreadable"
+    """A value of another node is not one that this version of the package writes."""
 
 
-class NodeLost(SidecarError):
-    """A node of the run was not heard of for too long, or never joined it."""
+# --- what a caller is told by several rows --------------------------------------------------------
 
-    code: ClassVar[str] = "node_lost"
-    cause = "node_lost"
+_NO_REWARD: Final = "No reward was given and the run is over; ask /health for the cause."
+
+_INVALID_BODY: Final = Told(
+    "invalid_body", 400, "Send the body whole, in time, with exactly one Content-Length."
+)
+_BODY_SIZE: Final = Told(
+    "body_size", 413, "The body is empty or over the limit (execute.body_bytes_max)."
+)
+_CONTENT_TYPE: Final = Told("content_type", 415, "Send the body as application/json.")
+_INVALID_REQUEST: Final = Told("invalid_request", 400, "The body is not a request of this route.")
+_BUSY: Final = Told("busy", 429, "Every slot is taken and the request could not wait any longer.")
+_NOT_FOUND: Final = Told("not_found", 404, "This capability serves no such route.")
+_RETRIEVAL_FAILED: Final = Told(
+    "retrieval_failed",
+    502,
+    "The run has failed and answers nothing more; ask /health for the cause.",
+)
+_RESPONSE_UNDELIVERED: Final = Told("response_undelivered", 502, "The client had left.")
+_REWARD_FAILED: Final = Told("reward_failed", 502, _NO_REWARD)
+
+# --- misuse: found before a run begins, or by a command; exit 2 -----------------------------------
+
+USAGE: Final = Failure(UsageError, Told("usage"))
+CONFIG_INVALID: Final = Failure(ConfigError, Told("config_invalid"))
+# The run directory exists, is served by another process, or cannot be made.
+RUN_DIRECTORY: Final = Failure(UsageError, Told("run_directory"))
+# A corpus cannot be read; the message names file and line.
+CORPUS_INVALID: Final = Failure(UsageError, Told("corpus_invalid"))
+# An index is missing, incomplete, of another version, or differs from its manifest.
+INDEX_UNUSABLE: Final = Failure(UsageError, Told("index_unusable"))
+UNREACHABLE: Final = Failure(Unreachable, Told("unreachable"))
+# The configuration asks for something that this installation does not carry (an extra).
+NOT_AVAILABLE: Final = Failure(UsageError, Told("not_available"))
+SCORER_SOURCE: Final = Failure(ScorerSourceError, Told("scorer_source"))
+# A file of references cannot be used; the message names file and row.
+REFERENCES_INVALID: Final = Failure(UsageError, Told("references_invalid"))
+CLUSTER_REFUSED: Final = Failure(ClusterRefused, Told("cluster_refused"))
+
+# --- the edge: bytes that are no request of ours --------------------------------------------------
+
+_CLIENT = (
+    "Something sent /execute a request the pinned rollout does not send: compare sandbox_url and "
+    "the rollout's code with the pinned ones"
+)
+
+
+REWARD_INVALID_BODY: Final = Failure(
+    EdgeRefusal,
+    _INVALID_BODY,
+    "reward_http_invalid_body",
+    "A reward request arrived late, short or of no declared length.",
+)
+REWARD_BODY_SIZE: Final = Failure(
+    EdgeRefusal,
+    _BODY_SIZE,
+    "reward_http_body_size",
+    "A reward request is too large: send fewer rows a batch.",
+)
+REWARD_CONTENT_TYPE: Final = Failure(
+    EdgeRefusal,
+    _CONTENT_TYPE,
+    "reward_http_content_type",
+    "A reward request was not declared as JSON.",
+)
+REWARD_INVALID_JSON: Final = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "reward_http_invalid_request",
+    "A reward request was not strict JSON.",
+)
+INVALID_REWARD_REQUEST: Final = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "invalid_reward_request",
+    "A reward request is not of the documented shape: compare the trainer's integration file "
+    "with this version's.",
+)
+REWARD_BUSY: Final = Failure(
+    SidecarError,
+    _BUSY,
+    "reward_http_busy",
+    "More reward requests came at once than there is room for: raise reward.slots or "
+    "reward.waiting_max, or see why the helper is slow.",
+)
+UNAUTHORIZED: Final = Failure(
+    Unauthorized,
+    Told("unauthorized", 401, "No such path: the first segment must be the run's capability."),
+)
+# The execute capability with a path that is not served.
+NOT_FOUND: Final = Failure(
+    EdgeRefusal, _NOT_FOUND, "http_not_found", f"{_CLIENT}; its path was another."
+)
+METHOD_NOT_ALLOWED: Final = Failure(
+    EdgeRefusal, Told("method_not_allowed", 405, "This route does not take this method.")
+)
+# The body's length is not declared exactly once, or the body came late or short.
+INVALID_BODY: Final = Failure(
+    EdgeRefusal,
+    _INVALID_BODY,
+    "http_invalid_body",
+    f"{_CLIENT}; its body was late, short or of no declared length.",
+    as_reward=REWARD_INVALID_BODY,
+)
+BODY_SIZE: Final = Failure(
+    EdgeRefusal,
+    _BODY_SIZE,
+    "http_body_size",
+    f"{_CLIENT}, or raise execute.body_bytes_max.",
+    as_reward=REWARD_BODY_SIZE,
+)
+CONTENT_TYPE: Final = Failure(
+    EdgeRefusal,
+    _CONTENT_TYPE,
+    "http_content_type",
+    f"{_CLIENT}; its body was not declared as JSON.",
+    as_reward=REWARD_CONTENT_TYPE,
+)
+BAD_MESSAGE: Final = Failure(
+    EdgeRefusal,
+    Told("bad_message", 400, "This is not an HTTP/1.1 request this server can read."),
+    "http_bad_message",
+    f"{_CLIENT}, and look for a proxy in between (NO_PROXY=127.0.0.1).",
+)
+
+# --- the operator: an internal request that cannot be served; the latch stays open ----------------
+
+OPERATOR_REQUEST: Final = Failure(
+    SidecarError,
+    Told(
+        "operator_request", 400, "A parameter or the body of this internal request is not allowed."
+    ),
+    says_more=True,
+)
+# The internal capability with a path that is not served.
+NO_SUCH_PAGE: Final = Failure(SidecarError, _NOT_FOUND, says_more=True)
+TOO_MANY_VIEWERS: Final = Failure(
+    SidecarError, Told("too_many_viewers", 503, "Too many pages follow this run; close one.")
+)
+NOT_READY: Final = Failure(SidecarError, Told("not_ready", 503, "The index is still loading."))
+
+# --- the contract: a request that says something we do not serve ----------------------------------
+
+# Not strict JSON, or text that has no UTF-8 form.
+INVALID_JSON: Final = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "http_invalid_request",
+    f"{_CLIENT}; its body was not strict JSON.",
+    as_reward=REWARD_INVALID_JSON,
+)
+# JSON of another shape, another environment, another call.
+INVALID_NATIVE_REQUEST: Final = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "invalid_native_request",
+    f"{_CLIENT}; env or call differ (execute.environment).",
+)
+# JSON of another shape on a route of another trainer's client.
+INVALID_SEARCH_REQUEST: Final = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "invalid_search_request",
+    "A search request is not of the documented shape: compare its client with the route's form.",
+)
+# A protocol tag in a query, with `on_invalid_query = "latch"`: an attempt that failed.
+QUERY_TAGGED: Final = Failure(
+    SidecarError,
+    _RETRIEVAL_FAILED,
+    "retrieval_failed",
+    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
+    "doctor`.",
+)
+
+# --- the client: it was gone before its answer was handed over ------------------------------------
+
+# Whether this closes the latch, `execute.on_undelivered` says.
+CLIENT_GONE: Final = Failure(SidecarError, _RESPONSE_UNDELIVERED)
+RESPONSE_UNDELIVERED: Final = Failure(
+    SidecarError,
+    _RESPONSE_UNDELIVERED,
+    "response_undelivered",
+    "A rollout gave up before its answer: see whether searches or the disk are slow (the charts "
+    "below), and whether a rollout process was killed.",
+)
+
+# --- overload and the run's own limits ------------------------------------------------------------
+
+BUSY: Final = Failure(
+    SidecarError,
+    _BUSY,
+    "http_busy",
+    "More calls came at once than there is room for: raise execute.slots, execute.waiting_max or "
+    "server.connections_max, or see why searches are slow.",
+    as_reward=REWARD_BUSY,
+)
+QUOTA_EXHAUSTED: Final = Failure(
+    SidecarError,
+    Told("quota_exhausted", 429, "The run's quota is used up."),
+    "quota_exhausted",
+    "The run has used what it was allowed: raise the quota named in the detail for the next run, "
+    "after asking whether so much use was meant.",
+)
+REWARD_LATCHED: Final = Failure(SidecarError, _REWARD_FAILED)
+# The run has failed before; no request is admitted.
+LATCH_CLOSED: Final = Failure(SidecarError, _RETRIEVAL_FAILED, as_reward=REWARD_LATCHED)
+
+# --- the provider: what a search met --------------------------------------------------------------
+
+PROVIDER_FAULT: Final = Failure(
+    ProviderFault,
+    _RETRIEVAL_FAILED,
+    "retrieval_failed",
+    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
+    "doctor`.",
+)
+PROVIDER_TRANSPORT: Final = Failure(
+    ProviderTransport,
+    _RETRIEVAL_FAILED,
+    "retrieval_failed",
+    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
+    "doctor`.",
+)
+# Corpus or index are not the ones the run was claimed with.
+IDENTITY_CHANGED: Final = Failure(
+    RetrievalError,
+    _RETRIEVAL_FAILED,
+    "identity_changed",
+    "Corpus or index changed under the run: put the claimed ones back, and let nothing rebuild "
+    "or replace them while a run is served.",
+)
+DOCUMENT_INVALID: Final = Failure(
+    RetrievalError,
+    _RETRIEVAL_FAILED,
+    "document_invalid",
+    "The provider answered documents no rollout may see: repair its corpus.",
+)
+DOCUMENT_DRIFT: Final = Failure(
+    RetrievalError,
+    _RETRIEVAL_FAILED,
+    "document_drift",
+    "A document has other contents than earlier in this run: the retriever's corpus was changed, "
+    "or several retrievers with different ones answer in turn.",
+)
+DEADLINE_PASSED: Final = Failure(
+    SidecarError,
+    Told("deadline", 504, "The search was still running at its deadline."),
+    "deadline",
+    "A search took too long: see whether the retriever or this machine is overloaded; "
+    "execute.deadline_seconds must stay under the rollout's own 10 seconds.",
+)
+REQUEST_CANCELLED: Final = Failure(
+    SidecarError,
+    _RETRIEVAL_FAILED,
+    "request_cancelled",
+    "The sidecar was stopped while it searched: stop the trainer first.",
+)
+
+# --- the ledger, restarts, the operator, and a broken promise of our own --------------------------
+
+LEDGER_FAILED: Final = Failure(
+    LedgerFailed,
+    Told(
+        "ledger_failed", 503, "The ledger cannot record; nothing is answered that is not recorded."
+    ),
+    "ledger_failed",
+    "The disk took no more: free space or mount it writable, and look at the kernel's log for "
+    "I/O errors.",
+)
+LEDGER_CORRUPT: Final = Failure(LedgerCorrupt, Told("ledger_corrupt"))
+UNRESOLVED_AFTER_RESTART: Final = Failure(
+    SidecarError,
+    Told("unresolved_after_restart"),
+    "unresolved_after_restart",
+    "The process died with work in flight: find out why (memory, a signal, the node), because "
+    "rollouts met that outage as text.",
+)
+UNCLEAN_RESTART: Final = Failure(
+    SidecarError,
+    Told("unclean_restart"),
+    "unclean_restart",
+    "The process died and came back: rollouts that asked meanwhile met an error as text. Find "
+    "out why it died.",
+)
+# Closed by hand: `POST /latch`, or the trainer's own integration.
+OPERATOR: Final = Failure(
+    SidecarError,
+    Told("operator"),
+    "operator",
+    "Somebody closed this run by hand: the reason is in the detail.",
+)
+INTERNAL_ERROR: Final = Failure(
+    InvariantBroken,
+    Told("internal_error", 500, "The sidecar broke a promise of its own; the run is over."),
+    "internal_error",
+    "The sidecar broke a promise of its own: keep the run directory and the log, and report both.",
+)
+
+# --- rewards: why a score was refused or failed ---------------------------------------------------
+
+# Each one closes the latch under its own name: the pinned trainer swallows an exception and scores
+# the batch again, so a refusal that only raised would be trained over.
+
+REWARD_FAILED: Final = Failure(
+    SidecarError,
+    _REWARD_FAILED,
+    "reward_failed",
+    "No reward could be given: the detail names the step.",
+)
+REWARD_CANCELLED: Final = Failure(
+    SidecarError,
+    _REWARD_FAILED,
+    "reward_cancelled",
+    "The sidecar was stopped while it scored: stop the trainer first.",
+)
+REWARD_DEADLINE: Final = Failure(
+    SidecarError,
+    _REWARD_FAILED,
+    "reward_deadline",
+    "A batch took longer than reward.deadline_seconds: see whether the helper is slow, or send "
+    "fewer rows.",
+)
+REFERENCE_MISMATCH: Final = Failure(
+    SidecarError,
+    Told(
+        "reference_mismatch", 409, "Question and answers are not those of the declared references."
+    ),
+    "reference_mismatch",
+    "A rollout's question or answers are not in reward.references: point it at the files the "
+    "trainer reads.",
+)
+NO_USER_TURN: Final = Failure(
+    SidecarError,
+    Told("no_user_turn", 409, "The text has no user turn: keep special tokens when decoding."),
+    "no_user_turn",
+    "Special tokens were lost: decode rollouts with skip_special_tokens=False.",
+)
+TEMPLATE_DIFFERS: Final = Failure(
+    SidecarError,
+    Told(
+        "template_differs",
+        409,
+        "The scorer cannot read the text: chat template or decoding differ.",
+    ),
+    "template_differs",
+    "The scorer cannot read the rollout: chat template or decoding differ from the pinned "
+    "trainer's.",
+)
+SOLUTION_TOO_LONG: Final = Failure(
+    SidecarError,
+    Told("solution_too_long", 413, "The rollout is over reward.max_input_bytes."),
+    "solution_too_long",
+    "A rollout is over reward.max_input_bytes: raise it, or see why it is so long.",
+)
+SOURCE_CHANGED: Final = Failure(
+    SidecarError,
+    Told("source_changed", 502, _NO_REWARD),
+    "source_changed",
+    "The scorer's source changed on disk while the run was served: put the verified one back.",
+)
+SCORER_FAILED: Final = Failure(
+    ScorerFailed,
+    Told("scorer_failed", 502, _NO_REWARD),
+    "scorer_failed",
+    "The pinned scorer raised: the detail names where; compare checkout and data.",
+)
+NONFINITE_REWARD: Final = Failure(
+    SidecarError,
+    Told("nonfinite_reward", 502, _NO_REWARD),
+    "nonfinite_reward",
+    "The scorer gave no finite number: keep the rollout named in the journal.",
+)
+PROMPTS_DIFFER: Final = Failure(
+    SidecarError,
+    Told("prompts_differ", 502, _NO_REWARD),
+    "prompts_differ",
+    "The scorer asked other prompts in its second pass: it is not the pinned one, or not "
+    "deterministic; set reward.side_by_side = false.",
+)
+PROVENANCE_BROKEN: Final = Failure(
+    ProvenanceBroken,
+    Told(
+        "provenance_broken",
+        409,
+        "A result block is no answer of this run; ask /health for the cause.",
+    ),
+    "provenance_broken",
+    "A rollout holds a result this run never gave: it met an error on the way. Look for a proxy, "
+    "a timeout or a restart, and set NO_PROXY=127.0.0.1.",
+)
+VERDICTS_UNPARSED: Final = Failure(
+    SidecarError,
+    Told("verdicts_unparsed", 502, _NO_REWARD),
+    "verdicts_unparsed",
+    "The helper writes neither 0 nor 1 too often, and each such verdict counts as correct: look "
+    "at its answers with `ledger show`, and at its model and template.",
+)
+
+# --- the helper: why a call gave no usable verdict ------------------------------------------------
+
+_HELPER = "Look at the helper's own log"
+
+HELPER_FAILED: Final = Failure(
+    HelperFault,
+    Told("helper_failed", 502, _NO_REWARD),
+    "helper_failed",
+    f"{_HELPER}: it did not answer as its protocol says.",
+)
+HELPER_UNREACHABLE: Final = Failure(
+    HelperUnreachable,
+    Told("helper_unreachable", 502, _NO_REWARD),
+    "helper_unreachable",
+    f"{_HELPER}: nothing takes connections at reward.helper.url.",
+)
+# The exchange broke after something had been sent.
+HELPER_TRANSPORT: Final = Failure(
+    HelperFault,
+    Told("helper_transport", 502, _NO_REWARD),
+    "helper_transport",
+    f"{_HELPER}: the connection broke.",
+)
+HELPER_TRUNCATED: Final = Failure(
+    HelperFault,
+    Told("helper_truncated", 502, _NO_REWARD),
+    "helper_truncated",
+    f"{_HELPER}: it broke off in the middle of an answer.",
+)
+HELPER_TIMEOUT: Final = Failure(
+    HelperFault,
+    Told("helper_timeout", 502, _NO_REWARD),
+    "helper_timeout",
+    f"{_HELPER}: it was slower than reward.helper.timeout_seconds.",
+)
+HELPER_STATUS: Final = Failure(
+    HelperFault,
+    Told("helper_status", 502, _NO_REWARD),
+    "helper_status",
+    f"{_HELPER}: it answered with an error status.",
+)
+# A redirect is never followed: the prompt holds reference answers.
+HELPER_REDIRECT: Final = Failure(
+    HelperFault,
+    Told("helper_redirect", 502, _NO_REWARD),
+    "helper_redirect",
+    "The helper's address redirects: put the final one into reward.helper.url.",
+)
+HELPER_ANSWER_INVALID: Final = Failure(
+    HelperFault,
+    Told("helper_answer_invalid", 502, _NO_REWARD),
+    "helper_answer_invalid",
+    f"{_HELPER}: its answer is not of the protocol's shape.",
+)
+HELPER_NOT_JSON: Final = Failure(
+    HelperFault,
+    Told("helper_not_json", 502, _NO_REWARD),
+    "helper_not_json",
+    "What answers at reward.helper.url is no helper: a proxy or a login page.",
+)
+HELPER_EMPTY: Final = Failure(
+    HelperFault,
+    Told("helper_empty", 502, _NO_REWARD),
+    "helper_empty",
+    f"{_HELPER}: an empty text would have counted as a correct round.",
+)
+HELPER_USAGE_MISSING: Final = Failure(
+    HelperFault,
+    Told("helper_usage_missing", 502, _NO_REWARD),
+    "helper_usage_missing",
+    f"{_HELPER}: it must say how many tokens it read and wrote.",
+)
+HELPER_FINISH_REASON: Final = Failure(
+    HelperFault,
+    Told("helper_finish_reason", 502, _NO_REWARD),
+    "helper_finish_reason",
+    f"{_HELPER}: it stopped for a reason other than stop or length.",
+)
+HELPER_IDENTITY: Final = Failure(
+    HelperIdentity,
+    Told("helper_identity", 502, _NO_REWARD),
+    "helper_identity",
+    "The helper serves another model than reward.helper declares: put the declared one back.",
+)
+HELPER_OVERLONG: Final = Failure(
+    HelperFault,
+    Told("helper_overlong", 502, _NO_REWARD),
+    "helper_overlong",
+    f"{_HELPER}: it ignored the limit of tokens it was given.",
+)
+# Recorded but not sent, because another call of its batch had failed: it costs nothing.
+HELPER_NOT_SENT: Final = Failure(
+    HelperFault,
+    Told("helper_not_sent", 502, _NO_REWARD),
+    "helper_not_sent",
+    f"{_HELPER}: another call of the same batch failed first.",
+)
+
+# --- many nodes -----------------------------------------------------------------------------------
+
+CLUSTER_UNREACHABLE: Final = Failure(
+    ClusterUnreachable,
+    Told("cluster_unreachable", 503, "The servers between the run's nodes are not reached."),
+    "cluster_unreachable",
+    "The NATS servers were away for longer than cluster.lost_seconds, or a request could not "
+    "wait for them: look at their logs and at the network to cluster.nats_url.",
+)
+CLUSTER_UNREADABLE: Final = Failure(
+    ClusterUnreadable,
+    Told("cluster_unreadable", 503, "The run's nodes do not understand each other; ask /health."),
+    "cluster_unreadable",
+    "Something else wrote to this run's keys: use one version on every node, and a "
+    "cluster.run_id that no other run has.",
+)
+NODE_LOST: Final = Failure(
+    SidecarError,
+    Told("node_lost", 503, "A node of the run is lost; ask /health for the cause."),
+    "node_lost",
+    "The node named in the detail was silent for cluster.lost_seconds, or never joined: look at "
+    "its machine, its sidecar's log and its way to the NATS servers.",
+)
+
+
+# --- the table, read ------------------------------------------------------------------------------
+
+TABLE: Final[dict[str, Failure[Any]]] = {
+    name: row for name, row in list(globals().items()) if isinstance(row, Failure)
+}
+"""Every row by its name here."""
+
+_REMEDIES: Final = {row.cause: row.remedy for row in TABLE.values() if row.cause is not None}
+
+
+def remedy(cause: str) -> str:
+    """What the person on call looks at for a latch cause."""
+    return _REMEDIES.get(cause, "The detail names what happened; the journal and the log say more.")

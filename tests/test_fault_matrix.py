@@ -177,7 +177,7 @@ SEARCH_FAILED: dict[str, Any] = {
 INVALID: dict[str, Any] = {**SEARCH_FAILED, "cause": "document_invalid"}
 CRASHED: dict[str, Any] = {**SEARCH_FAILED, "cause": "retrieval_failed"}
 TOO_LONG = "x" * (8 * 1024 * 1024 + 1)
-TRANSPORT = errors.ProviderTransport("broken off")
+TRANSPORT = errors.PROVIDER_TRANSPORT("broken off")
 
 # fmt: off
 PROVIDER: list[Fault] = [
@@ -189,7 +189,7 @@ PROVIDER: list[Fault] = [
           provider=lambda: FakeProvider(seconds=0.05)),
     Fault("crash", asking("q"), **CRASHED, provider=raising(RuntimeError("boom"))),
     Fault("crash with an unspeakable word", asking("q"), **CRASHED,
-          provider=raising(errors.ProviderFault("a lone \ud800 surrogate"))),
+          provider=raising(errors.PROVIDER_FAULT("a lone \ud800 surrogate"))),
     Fault("memory", asking("q"), **CRASHED, provider=raising(MemoryError())),
     Fault("its own cancellation", asking("q"), **CRASHED,
           provider=raising(asyncio.CancelledError())),

@@ -70,7 +70,7 @@ def require_agreement(node: str, ours: Mapping[str, Any], theirs: Mapping[str, A
     """Raises ``ClusterRefused`` with that sentence."""
     why = sentence(node, ours, theirs)
     if why is not None:
-        raise errors.ClusterRefused(why)
+        raise errors.CLUSTER_REFUSED(why)
 
 
 def capability_digest(run_id: str, capability: str) -> str:

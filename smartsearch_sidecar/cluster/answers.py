@@ -93,7 +93,7 @@ class AnswerStream:
         last = await self._bus.last()
         await self._until(lambda: self._read.reached(last))
         if self._read.missed:
-            raise errors.ClusterUnreadable(
+            raise errors.CLUSTER_UNREADABLE(
                 f"{self._read.missed} messages of answers were never told: the stream was cut"
             )
 

@@ -30,9 +30,9 @@ def canonical(value: Any) -> bytes:
     try:
         data = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError as exc:  # what is left: text with no UTF-8 form, a number over 64 bits
-        raise errors.InvariantBroken(f"a value for other nodes has no bytes: {exc}") from None
+        raise errors.INTERNAL_ERROR(f"a value for other nodes has no bytes: {exc}") from None
     if len(data) > VALUE_BYTES_MAX:
-        raise errors.InvariantBroken(
+        raise errors.INTERNAL_ERROR(
             f"a value for other nodes has {len(data)} bytes, over the bound of {VALUE_BYTES_MAX}"
         )
     return data
@@ -60,7 +60,7 @@ def read_canonical(data: bytes, what: str) -> Any:
 
 def unreadable(what: str, why: str) -> errors.ClusterUnreadable:
     """The error for bytes that no node of this version has written."""
-    return errors.ClusterUnreadable(
+    return errors.CLUSTER_UNREADABLE(
         f"{what} cannot be read ({why}): use one version of the sidecar on every node, and a "
         "cluster.run_id that no other run has"
     )
@@ -70,14 +70,14 @@ def _refuse_other(value: Any, depth: int = DEPTH_MAX) -> None:
     """Raises for what has not one form everywhere: a fraction may be written in two ways."""
     kind = type(value)
     if depth < 0:
-        raise errors.InvariantBroken(f"a value for other nodes is nested over {DEPTH_MAX} deep")
+        raise errors.INTERNAL_ERROR(f"a value for other nodes is nested over {DEPTH_MAX} deep")
     if kind is dict:
         for key, item in value.items():
             _refuse_other(item, depth - 1)
             if type(key) is not str:
-                raise errors.InvariantBroken("a value for other nodes has a key that is no text")
+                raise errors.INTERNAL_ERROR("a value for other nodes has a key that is no text")
     elif kind is list:
         for item in value:
             _refuse_other(item, depth - 1)
     elif kind not in _PLAIN:
-        raise errors.InvariantBroken(f"a value for other nodes holds a {kind.__name__}")
+        raise errors.INTERNAL_ERROR(f"a value for other nodes holds a {kind.__name__}")

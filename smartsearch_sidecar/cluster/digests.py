@@ -42,7 +42,7 @@ def encode_batch(digests: Iterable[bytes]) -> bytes:
     """A message: a mark of its format, then 1 to ``BATCH_MAX`` digests end to end."""
     parts = list(digests)
     if not 1 <= len(parts) <= BATCH_MAX or any(len(part) != DIGEST_BYTES for part in parts):
-        raise errors.InvariantBroken(f"{len(parts)} digests are no batch, or one is of other size")
+        raise errors.INTERNAL_ERROR(f"{len(parts)} digests are no batch, or one is of other size")
     return _MARK + b"".join(parts)
 
 
@@ -83,9 +83,9 @@ class Backlog:
         no digest is ever dropped, because its answer would be refused elsewhere.
         """
         if len(digest) != DIGEST_BYTES:
-            raise errors.InvariantBroken(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+            raise errors.INTERNAL_ERROR(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
         if len(self) >= BACKLOG_MAX:
-            raise errors.ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 f"{BACKLOG_MAX} digests of answers wait to be published: the NATS servers are "
                 "not reached, or slower than this node answers"
             )
@@ -104,7 +104,7 @@ class Backlog:
     def take(self) -> bytes:
         """The next message; it is under way until ``kept`` or ``failed``."""
         if self._under_way or not self._waiting:
-            raise errors.InvariantBroken("there is no message of digests to publish")
+            raise errors.INTERNAL_ERROR("there is no message of digests to publish")
         count = min(BATCH_MAX, len(self._waiting))
         self._under_way_since = self._oldest_at
         self._under_way = [self._waiting.popleft() for _ in range(count)]
@@ -126,7 +126,7 @@ class Backlog:
 
     def _require_under_way(self) -> None:
         if not self._under_way:
-            raise errors.InvariantBroken("no message of digests is under way")
+            raise errors.INTERNAL_ERROR("no message of digests is under way")
 
 
 def lacking(own: Iterable[bytes], known: Callable[[bytes], bool]) -> Iterator[bytes]:

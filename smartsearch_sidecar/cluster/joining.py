@@ -58,7 +58,7 @@ def identities(
     execute = config.server.execute_capability
     cluster = config.cluster
     if execute is None or cluster is None:
-        raise errors.InvariantBroken("a node without [cluster] or capability joins no run")
+        raise errors.INTERNAL_ERROR("a node without [cluster] or capability joins no run")
     digest = capability_digest(cluster.run_id, execute.get_secret_value())
     return {
         **_whole(dict(facts)),
@@ -95,7 +95,7 @@ async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
         return
     entry = await bus.get(AGREEMENT)
     if entry is None:
-        raise errors.ClusterUnreachable("what the run's nodes agreed on has gone")
+        raise errors.CLUSTER_UNREACHABLE("what the run's nodes agreed on has gone")
     require_agreement(node, ours, decode_identities(entry.value))
 
 

@@ -59,7 +59,7 @@ class Gate:
         """See ``allowance.Allowance``."""
         node, stream = self._node, self._node.answers
         if stream is None:
-            raise errors.InvariantBroken("answers are looked for, and nobody reads them")
+            raise errors.INTERNAL_ERROR("answers are looked for, and nobody reads them")
         # Three servers of which one dies need a while for a new leader, and nobody is to notice.
         patience = max(PATIENCE_SECONDS, node.cluster.lost_seconds)
         until = min(deadline, node.now() + patience)
@@ -69,7 +69,7 @@ class Gate:
         told = {read_canonical(answer, "an answer")["instance"] for answer in heard}
         silent = sorted(name for name, instance in live.items() if instance not in told)
         if silent:
-            raise errors.ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 f"node {', '.join(silent)} did not publish what it answered: whether a block is an "
                 "answer of this run cannot be said"
             )
@@ -77,7 +77,7 @@ class Gate:
             async with asyncio.timeout_at(until):
                 await retry_forever(stream.read_up)
         except TimeoutError:
-            raise errors.ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 "the answers of the other nodes could not be read up to date in time"
             ) from None
 

@@ -242,10 +242,10 @@ class Membership:
         cell = cell_of(at)
         if cell.reason is None:
             return Verdict(cell.state)
-        cause: str | None = errors.NodeLost.cause
+        cause: str | None = errors.NODE_LOST.closes_as
         if cell.reason is Reason.CLUSTER_UNREACHABLE:
             name, detail = "", f"node {self._own} does not reach the NATS servers"
-            cause = errors.ClusterUnreachable.cause
+            cause = errors.CLUSTER_UNREACHABLE.closes_as
         else:
             detail = self._about(name, hearing, now)
         if cell.reason is Reason.NODE_FAILED and (state := self._members[name].state) is not None:

@@ -133,7 +133,7 @@ class Node:
         exc = task.exception()
         named = exc if isinstance(exc, errors.SidecarError) else None
         self._log.error("the node's own work broke", task=task.get_name(), exc_info=exc)
-        self._broken(named or errors.InvariantBroken(f"{task.get_name()}: {type(exc).__name__}"))
+        self._broken(named or errors.INTERNAL_ERROR(f"{task.get_name()}: {type(exc).__name__}"))
 
     # --- speaking ---------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Node:
             await own.latch_durable()
         cause = own.state.cause
         if cause is None:
-            raise errors.InvariantBroken("a closed latch has no cause")
+            raise errors.INTERNAL_ERROR("a closed latch has no cause")
         detail = cause.detail[:DETAIL_CHARACTERS]
         value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
         await retry_forever(lambda: self.bus.create(LATCH, value))
@@ -220,7 +220,7 @@ class Node:
         self._close(told["cause"], f"on node {told['node']}: {told['detail']}")
 
     def _broken(self, exc: errors.SidecarError) -> None:
-        self._close(exc.cause or errors.InvariantBroken.cause or exc.code, exc.message)
+        self._close(exc.cause or errors.INTERNAL_ERROR.closes_as or exc.code, exc.message)
 
     def judge(self, verdict: Verdict) -> None:
         """A verdict that names a cause closes this node's latch."""
@@ -284,7 +284,7 @@ class Node:
     def own(self) -> LocalRun:
         """What it knows of its run, once that has begun."""
         if self._own is None:
-            raise errors.InvariantBroken("the node was asked before its run had begun")
+            raise errors.INTERNAL_ERROR("the node was asked before its run had begun")
         return self._own
 
 

@@ -54,12 +54,12 @@ class NodeState:
 
     def __post_init__(self) -> None:
         if (self.cause is not None) is not (self.word is RunStatus.FAILED):
-            raise errors.InvariantBroken("a node states a cause exactly when it has failed")
+            raise errors.INTERNAL_ERROR("a node states a cause exactly when it has failed")
         if self.ended and self.word is RunStatus.PENDING:
-            raise errors.InvariantBroken("a node with work in flight has not ended")
+            raise errors.INTERNAL_ERROR("a node with work in flight has not ended")
         whole = (self.restarts, self.beat, self.seq, *self.counts.values())
         if any(type(number) is not int or number < 0 for number in whole):
-            raise errors.InvariantBroken("a node's state holds a number that counts nothing")
+            raise errors.INTERNAL_ERROR("a node's state holds a number that counts nothing")
 
     def encode(self) -> bytes:
         """Canonical bytes."""
@@ -118,7 +118,7 @@ class Registration:
     def require(self, name: str, instance: str) -> None:
         """Raises ``ClusterRefused`` where the name is not that of ``instance``."""
         if self.instance != instance:
-            raise errors.ClusterRefused(
+            raise errors.CLUSTER_REFUSED(
                 f"another run directory has joined this run as node {name}: give each node a "
                 "cluster.node of its own, or resume that directory"
             )

@@ -197,7 +197,7 @@ class QuotaLeaser:
             async with asyncio.timeout_at(deadline):
                 await turn
         except TimeoutError:
-            raise errors.ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 "this node's lease is used up, and no more could be leased before the deadline: "
                 + (self._away.message if self._away else "too many nodes asked at once")
             ) from None
@@ -234,7 +234,7 @@ class QuotaLeaser:
     def _refuse_exhausted(self, need: Amounts, used: Amounts) -> None:
         for name, amount in need.items():
             if self._rules.exhausted(name, used[name], amount):
-                raise errors.QuotaExhausted(
+                raise errors.QUOTA_EXHAUSTED(
                     f"{amount} more of {name} do not fit: all of the run's {self.totals[name]} "
                     f"are leased to its nodes, and node {self._node} has used what it had"
                 )

@@ -76,20 +76,20 @@ class Leases:
 
     def __post_init__(self) -> None:
         if type(self.members) is not int or self.members < 1 or len(self.nodes) > self.members:
-            raise errors.InvariantBroken(
+            raise errors.INTERNAL_ERROR(
                 f"{len(self.nodes)} nodes lease from a run of {self.members}"
             )
         rows = self.nodes.values()
         if any(row.keys() != self.totals.keys() for row in rows):
-            raise errors.InvariantBroken("a node leases other resources than the run has")
+            raise errors.INTERNAL_ERROR("a node leases other resources than the run has")
         if self.lives.keys() != self.nodes.keys():
-            raise errors.InvariantBroken("a node leases without having begun, or the reverse")
+            raise errors.INTERNAL_ERROR("a node leases without having begun, or the reverse")
         for counts in (self.totals, *rows, self.lives):
             if any(type(count) is not int or count < 0 for count in counts.values()):
-                raise errors.InvariantBroken("a number of a lease counts nothing")
+                raise errors.INTERNAL_ERROR("a number of a lease counts nothing")
         for name in self.totals:
             if self.left(name) < 0:
-                raise errors.InvariantBroken(
+                raise errors.INTERNAL_ERROR(
                     f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
                 )
 
@@ -165,7 +165,7 @@ def enrolled(value: Leases, node: str) -> Leases:
     Raises ``ClusterRefused`` where the run has all its nodes.
     """
     if node not in value.nodes and len(value.nodes) >= value.members:
-        raise errors.ClusterRefused(
+        raise errors.CLUSTER_REFUSED(
             f"node {node} is one too many: the run has its {value.members} nodes (run.nodes), "
             f"{', '.join(sorted(value.nodes))}; give this one the name of the node it replaces, "
             "or use another cluster.run_id"
@@ -182,11 +182,11 @@ def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str,
     write. Raises ``InvariantBroken`` for a node that has not enrolled.
     """
     if node not in value.nodes:
-        raise errors.InvariantBroken(f"node {node} wants to lease and has not enrolled")
+        raise errors.INTERNAL_ERROR(f"node {node} wants to lease and has not enrolled")
     granted: dict[str, int] = {}
     for name, amount in wanted.items():
         if name not in value.totals or amount < 0:
-            raise errors.InvariantBroken(f"{amount} of {name!r:.60} cannot be leased")
+            raise errors.INTERNAL_ERROR(f"{amount} of {name!r:.60} cannot be leased")
         if given := min(amount, value.left(name)):
             granted[name] = given
     return _with(value, node, granted, +1), granted
@@ -197,7 +197,7 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
     than leased (a helper that overran its cap) the lease stays. For the end of a node only.
     """
     if used.keys() != value.totals.keys():
-        raise errors.InvariantBroken("what a node has used is not stated for every resource")
+        raise errors.INTERNAL_ERROR("what a node has used is not stated for every resource")
     if node not in value.nodes:
         return value
     own = value.of(node)

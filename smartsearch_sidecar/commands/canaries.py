@@ -39,7 +39,7 @@ def record_command(
     """
     asked = read_questions(questions)
     if out.exists():
-        raise errors.UsageError(f"{out} exists already: name a new file")
+        raise errors.USAGE(f"{out} exists already: name a new file")
     canaries = asyncio.run(_record(config, asked))
     with out.open("xb") as file:
         file.write(dump(canaries))
@@ -51,21 +51,19 @@ def read_questions(path: Path) -> list[str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{path} cannot be read as lines of UTF-8 text ({type(exc).__name__})"
         ) from None
     asked = [line.strip() for line in lines if line.strip()]
     if not 1 <= len(asked) <= QUESTIONS_MAX:
-        raise errors.UsageError(
-            f"{path} holds {len(asked)} questions: 1 to {QUESTIONS_MAX} are allowed"
-        )
+        raise errors.USAGE(f"{path} holds {len(asked)} questions: 1 to {QUESTIONS_MAX} are allowed")
     return asked
 
 
 async def _record(config: Path, questions: list[str]) -> list[Canary]:
     settings = load(config).retrieval.flashrag
     if settings.url is None or settings.corpus_sha256 is None or settings.index_sha256 is None:
-        raise errors.ConfigError(
+        raise errors.CONFIG_INVALID(
             f"{config} has no complete [retrieval.flashrag]: set url, corpus_sha256, index_sha256"
         )
     provider = FlashragProvider(

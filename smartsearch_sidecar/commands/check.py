@@ -15,7 +15,7 @@ from smartsearch_sidecar.client import (
     Client,
     find_endpoints,
 )
-from smartsearch_sidecar.remedies import GOING_ON, remedy
+from smartsearch_sidecar.errors import GOING_ON, remedy
 
 RunDir = Annotated[
     Path | None,
@@ -57,7 +57,7 @@ def check(
         if code == "not_ready":
             typer.echo("not ready: the index is still loading")
             raise typer.Exit(1)
-        raise errors.Unreachable(
+        raise errors.UNREACHABLE(
             "what answers there is not this run's sidecar (another run's endpoints.json?)"
         )
     if as_json:
@@ -144,7 +144,7 @@ def checkpoint(
     )
     value = answer.value
     if not isinstance(value, dict) or "accepted" not in value:
-        raise errors.UsageError(f"no checkpoint was asked for: {_refusal(value)}")
+        raise errors.USAGE(f"no checkpoint was asked for: {_refusal(value)}")
     if not value["accepted"]:
         _say(value)
         raise typer.Exit(1)
@@ -155,7 +155,7 @@ def checkpoint(
     try:
         receipt.write_text(text + "\n", encoding="utf-8")
     except OSError as exc:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"step {step} is accepted, but the receipt cannot be written to {receipt} "
             f"({exc.strerror or exc}): ask again with another --receipt"
         ) from None
@@ -177,6 +177,6 @@ def latch(
     """
     answer = Client(find_endpoints(run_dir).internal_url).call("POST", "/latch", {"reason": reason})
     if answer.status != 200:
-        raise errors.UsageError(f"the latch was not closed: {_refusal(answer.value)}")
+        raise errors.USAGE(f"the latch was not closed: {_refusal(answer.value)}")
     cause = answer.value["cause"]
     typer.echo(f"closed: {cause['cause']}: {cause['detail']}")

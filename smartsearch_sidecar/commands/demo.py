@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client
 from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.errors import SidecarError, UsageError
 from smartsearch_sidecar.process import daemon
 from smartsearch_sidecar.process.endpoints import Endpoints
 from smartsearch_sidecar.search.service import Service
@@ -52,14 +52,14 @@ def demo(
     if loaded.retrieval.bm25.index is not None:
         build_if_missing(corpus, loaded.retrieval.bm25.index)
 
-    failures: list[SidecarError] = []
+    failures: list[errors.SidecarError] = []
 
     def ready(endpoints: Endpoints, service: Service) -> None:
         # The question goes over HTTP as a rollout's would, so it is asked beside the loop.
         def ask() -> None:
             try:
                 _show(console, loaded, endpoints, question)
-            except SidecarError as exc:
+            except errors.SidecarError as exc:
                 failures.append(exc)
             if once or failures:
                 loop.call_soon_threadsafe(stop)
@@ -86,7 +86,7 @@ def demo(
 
 def _require(config: Path) -> None:
     if not config.is_file():
-        raise UsageError(
+        raise errors.USAGE(
             f"there is no {config} here: start the demo in the repository (`make run`), or name a "
             "configuration with --config"
         )
@@ -95,7 +95,9 @@ def _require(config: Path) -> None:
 def _show(console: Console, config: Config, endpoints: Endpoints, question: str) -> None:
     answer = Client(endpoints.sandbox_url).execute(question, config.execute.environment)
     if answer.status != 200:
-        raise SidecarError(f"the example question was refused: {answer.value['error']['message']}")
+        raise errors.INTERNAL_ERROR(
+            f"the example question was refused: {answer.value['error']['message']}"
+        )
     console.print()
     console.print(Text("A rollout asks: ", style="dim").append(question, style="bold"))
     for position, passage in enumerate(answer.value["result"].split("\n\n"), 1):

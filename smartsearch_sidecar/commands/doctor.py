@@ -53,9 +53,9 @@ def doctor(
     error, 2 wrong use.
     """
     if passage is not None and question is None:
-        raise errors.UsageError("--passage says what --question must find: pass both")
+        raise errors.USAGE("--passage says what --question must find: pass both")
     if not config.is_file():
-        raise errors.UsageError(f"there is no configuration at {config}: `init` writes one")
+        raise errors.USAGE(f"there is no configuration at {config}: `init` writes one")
     overrides = {} if run_dir is None else {"run.directory": str(run_dir)}
     asked = Asked(ranks, question, passage, trial_call, trainer_uid)
     try:

@@ -66,7 +66,7 @@ class Census:
         if digest is None:
             digest = self._digests[text] = _digest(text, self.rows)
             if len(self._digests) > ENVIRONMENTS_MAX:
-                raise errors.UsageError(
+                raise errors.USAGE(
                     f"more than {ENVIRONMENTS_MAX:,} different environments in {self.rows:,} rows: "
                     "this dataset has one per row, and the sidecar serves wikipedia_search alone"
                 )
@@ -81,7 +81,7 @@ def _digest(text: str, row: int) -> str:
     try:
         return environment_digest(text)
     except UnicodeEncodeError:
-        raise errors.UsageError(f"row {row}: its environment has no UTF-8 form") from None
+        raise errors.USAGE(f"row {row}: its environment has no UTF-8 form") from None
 
 
 @app.callback()
@@ -124,7 +124,7 @@ def take(dataset: Path) -> Census:
         for row in _parquet(dataset) if is_parquet else _jsonl(dataset):
             census.add(_environment(row))
     except OSError as error:
-        raise errors.UsageError(f"{dataset} cannot be read: {error.strerror or error}") from None
+        raise errors.USAGE(f"{dataset} cannot be read: {error.strerror or error}") from None
     return census
 
 
@@ -147,7 +147,7 @@ def _jsonl(dataset: Path) -> Iterator[Mapping[str, Any]]:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, Mapping):
-                raise errors.UsageError(
+                raise errors.USAGE(
                     f"{dataset}: line {number} is not a JSON object in UTF-8; a dataset is Parquet "
                     "or has one object a line"
                 )
@@ -159,7 +159,7 @@ def _parquet(dataset: Path) -> Iterator[Mapping[str, Any]]:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise errors.NotAvailable(
+        raise errors.NOT_AVAILABLE(
             f"{dataset} is a Parquet file and pyarrow is not installed: install "
             "smartsearch-sidecar[parquet], or name a JSONL file"
         ) from None
@@ -168,7 +168,7 @@ def _parquet(dataset: Path) -> Iterator[Mapping[str, Any]]:
             for batch in file.iter_batches(PARQUET_ROWS, columns=COLUMNS):
                 yield from batch.to_pylist()  # empty rows where neither column is there
     except (ValueError, arrow.ArrowException) as error:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{dataset} is a damaged Parquet file ({type(error).__name__})"
         ) from None
 

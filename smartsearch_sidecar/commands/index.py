@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import MIB, PLAIN_SECONDS
-from smartsearch_sidecar.errors import UsageError
 from smartsearch_sidecar.retrieval.bm25.build import Progress
 from smartsearch_sidecar.retrieval.bm25.build import build as build_index
 from smartsearch_sidecar.retrieval.bm25.formats import Format
@@ -77,7 +77,7 @@ def build_if_missing(corpus: Path, out: Path) -> None:
     if out.exists():
         return
     if not corpus.exists():
-        raise UsageError(f"there is no corpus at {corpus}; fetch it with `make setup`")
+        raise errors.USAGE(f"there is no corpus at {corpus}; fetch it with `make setup`")
     _build(corpus, out, None)
 
 

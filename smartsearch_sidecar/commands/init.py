@@ -90,7 +90,7 @@ def init(
     codes: 0 written, 2 not.
     """
     if ranks % tensor_parallel:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{ranks} ranks cannot be parted into groups of {tensor_parallel} (--tensor-parallel)"
         )
     coordination = _coordination(nodes, nats, run_id)
@@ -139,7 +139,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     """All files or none: what is there already is never touched, what was begun is taken back."""
     there = [name for name in files if os.path.lexists(folder / name)]
     if there:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{folder} holds {', '.join(there)} already: name another folder, nothing was written"
         )
     made: list[Path] = []
@@ -153,7 +153,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     except OSError as exc:
         for path in made:
             path.unlink()
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{folder} cannot be written ({exc.strerror or exc}): nothing was left there"
         ) from None
 
@@ -162,10 +162,10 @@ def _coordination(nodes: int, nats: str | None, run_id: str | None) -> Coordinat
     """What the nodes find each other by; refused before anything is written, and never quoted."""
     if nats is None:
         if run_id is not None:
-            raise errors.UsageError("--run-id names the run on NATS: pass --nats as well")
+            raise errors.USAGE("--run-id names the run on NATS: pass --nats as well")
         return None
     if nodes == 1:
-        raise errors.UsageError("--nats is for a run of many nodes: pass --nodes as well")
+        raise errors.USAGE("--nats is for a run of many nodes: pass --nodes as well")
     chosen = Coordination(nats, secrets.token_hex(8) if run_id is None else run_id)
     # The models' own rules and words, for a file that would not load would have to be taken back.
     load(

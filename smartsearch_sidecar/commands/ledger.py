@@ -117,7 +117,7 @@ def _receipt(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as exc:
-        raise errors.UsageError(f"receipt {path} cannot be read: {exc.strerror or exc}") from None
+        raise errors.USAGE(f"receipt {path} cannot be read: {exc.strerror or exc}") from None
 
 
 # --- show -----------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def show(
             typer.echo(_styled(shown(line)).plain)
     with _no_history():
         if scan.problem is not None:
-            raise errors.LedgerCorrupt(f"the history ends here: {scan.problem}")
+            raise errors.LEDGER_CORRUPT(f"the history ends here: {scan.problem}")
     if scan.end is not None and scan.end.tail is Tail.TORN:
         typer.echo("smartsearch-sidecar: the last line is incomplete and not shown", err=True)
 

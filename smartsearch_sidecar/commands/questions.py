@@ -39,11 +39,9 @@ def read(path: Path) -> list[str]:
             if len(found) == QUESTIONS_MAX:
                 break
     except (OSError, UnicodeDecodeError) as exc:
-        raise errors.UsageError(
-            f"{path} cannot be read as questions ({type(exc).__name__})"
-        ) from None
+        raise errors.USAGE(f"{path} cannot be read as questions ({type(exc).__name__})") from None
     if not found:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{path} holds no questions: Parquet or JSONL with a column `question`, or plain lines"
         )
     return found
@@ -74,7 +72,7 @@ def _parquet(path: Path) -> Iterator[str]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise errors.NotAvailable(
+        raise errors.NOT_AVAILABLE(
             f"{path} is a Parquet file and pyarrow is not installed: install "
             "smartsearch-sidecar[parquet], or name a file of lines with --questions"
         ) from None
@@ -91,14 +89,14 @@ def from_corpus(client: Client, config: Config) -> list[str]:
     for seed in _SEEDS:
         answer = client.execute(seed, config.execute.environment)
         if answer.status != 200:
-            raise errors.UsageError(
+            raise errors.USAGE(
                 f"the scratch sidecar refused a plain question: {answer.value['error']['message']}"
             )
         words = answer.value["result"].split()
         for at in range(0, len(words) - _WORDS, _WORDS):
             found[" ".join(words[at : at + _WORDS])] = None
     if not found:
-        raise errors.UsageError(
+        raise errors.USAGE(
             "plain English questions find no passage to make questions of: name a file with "
             "--questions"
         )

@@ -10,9 +10,9 @@ import typer
 
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
+from smartsearch_sidecar.errors import GOING_ON, remedy
 from smartsearch_sidecar.process import daemon
 from smartsearch_sidecar.process.endpoints import Endpoints
-from smartsearch_sidecar.remedies import GOING_ON, remedy
 from smartsearch_sidecar.run.state import Cause
 from smartsearch_sidecar.search.service import Service
 

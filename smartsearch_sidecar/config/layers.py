@@ -81,24 +81,24 @@ def _parsed(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as exc:
-        raise errors.ConfigError(
+        raise errors.CONFIG_INVALID(
             f"{path} cannot be read as a configuration ({exc.strerror or exc}): name a TOML file "
             "with --config."
         ) from None
     if len(data) > FILE_BYTES_MAX:
-        raise errors.ConfigError(
+        raise errors.CONFIG_INVALID(
             f"{path} is over {FILE_BYTES_MAX} bytes: that is no configuration."
         )
     try:
         return tomllib.loads(data.decode("utf-8"))
     except UnicodeDecodeError as exc:
         line = data.count(b"\n", 0, exc.start) + 1
-        raise errors.ConfigError(f"{path}, line {line}: this is not UTF-8 text.") from None
+        raise errors.CONFIG_INVALID(f"{path}, line {line}: this is not UTF-8 text.") from None
     except tomllib.TOMLDecodeError as exc:
         reason, line = _reason(str(exc), data)
-        raise errors.ConfigError(f"{path}, line {line}: this is not TOML: {reason}.") from None
+        raise errors.CONFIG_INVALID(f"{path}, line {line}: this is not TOML: {reason}.") from None
     except RecursionError:
-        raise errors.ConfigError(f"{path} is nested too deeply to be a configuration.") from None
+        raise errors.CONFIG_INVALID(f"{path} is nested too deeply to be a configuration.") from None
 
 
 def _reason(message: str, data: bytes) -> tuple[str, int]:

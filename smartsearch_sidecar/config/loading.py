@@ -60,7 +60,7 @@ def load(
     )
     problems += refused
     if problems or config is None:
-        raise errors.ConfigError(messages.joined(problems))
+        raise errors.CONFIG_INVALID(messages.joined(problems))
     return config
 
 

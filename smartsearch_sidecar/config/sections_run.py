@@ -34,7 +34,9 @@ class Run(Section):
     def needed_directory(self) -> Path:
         """``directory``, or a ``ConfigError`` that says how to name it."""
         if self.directory is None:
-            raise errors.ConfigError("run.directory is not set: name it there or with --run-dir.")
+            raise errors.CONFIG_INVALID(
+                "run.directory is not set: name it there or with --run-dir."
+            )
         return self.directory
 
 

@@ -12,12 +12,11 @@ import re
 import warnings
 from typing import Final
 
-from smartsearch_sidecar.errors import InvalidRequest
+from smartsearch_sidecar import errors
 
 CALL_WORDS_MAX: Final = 138
 """Names, numbers and marks in a call outside strings: ten, and 64 pairs of parentheses more."""
 
-_CAUSE: Final = "invalid_native_request"
 
 # What repr() writes for a string, between quotes. No name, comment or white space is in question
 # here, so the text means the same to this expression as to Python's own reader.
@@ -84,8 +83,8 @@ def _literal_call(call: str) -> tuple[str, bool]:
         or not (isinstance(query, ast.Constant) and isinstance(top_n, ast.Constant))
         or not isinstance(query.value, str)
     ):
-        raise InvalidRequest(
-            "call must have exactly a string query and the number top_n.", cause=_CAUSE
+        raise errors.INVALID_NATIVE_REQUEST(
+            "call must have exactly a string query and the number top_n."
         )
     return query.value, type(top_n.value) is int and top_n.value == 5
 
@@ -110,8 +109,8 @@ def _keywords(call: str) -> list[ast.keyword]:
     return node.keywords
 
 
-def _not_a_call() -> InvalidRequest:
-    return InvalidRequest("call must be one literal call of wikipedia_search.", cause=_CAUSE)
+def _not_a_call() -> errors.InvalidRequest:
+    return errors.INVALID_NATIVE_REQUEST("call must be one literal call of wikipedia_search.")
 
 
 def _bounded(call: str) -> bool:

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.call_syntax import parse_call
-from smartsearch_sidecar.errors import InvalidRequest, InvariantBroken
 
 CALL_BYTES_MAX: Final = 8_192
 """Bytes of UTF-8 in ``call``; longer ones count as a bad query when they are otherwise sound."""
@@ -32,9 +32,6 @@ JSON_INT_DIGITS_MAX: Final = 4_300
 """Digits of an integer: CPython's own default, held here whatever the process was started with."""
 DECLINED_RESULT: Final = "invalid query"
 """What a declined query is answered with: the text the unmodified environment gives."""
-
-_JSON: Final = "http_invalid_request"
-_CALL: Final = "invalid_native_request"
 
 
 class QueryProblem(enum.StrEnum):
@@ -91,15 +88,13 @@ def strict_json(body: bytes) -> Any:
     if flat is not None:
         return flat
     if body.count(b"[") + body.count(b"{") > JSON_DEPTH_MAX and _too_deep(body):
-        raise InvalidRequest(
-            f"The body is nested deeper than {JSON_DEPTH_MAX} levels.", cause=_JSON
-        )
+        raise errors.INVALID_JSON(f"The body is nested deeper than {JSON_DEPTH_MAX} levels.")
     try:
         return _DECODER.decode(body.decode("utf-8"))
     except UnicodeDecodeError:
-        raise InvalidRequest("The body is not UTF-8.", cause=_JSON) from None
+        raise errors.INVALID_JSON("The body is not UTF-8.") from None
     except ValueError:  # JSONDecodeError, or an interpreter told to take even fewer digits
-        raise InvalidRequest("The body is not one JSON value.", cause=_JSON) from None
+        raise errors.INVALID_JSON("The body is not one JSON value.") from None
 
 
 def _flat_object(body: bytes) -> dict[str, str] | None:
@@ -131,18 +126,18 @@ def _too_deep(body: bytes) -> bool:
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise InvalidRequest("An object in the body has a key twice.", cause=_JSON)
+        raise errors.INVALID_JSON("An object in the body has a key twice.")
     return value
 
 
 def _no_constant(_name: str) -> Any:
-    raise InvalidRequest("NaN and Infinity are not JSON.", cause=_JSON)
+    raise errors.INVALID_JSON("NaN and Infinity are not JSON.")
 
 
 def _bounded_int(digits: str) -> int:
     if len(digits.lstrip("-")) > JSON_INT_DIGITS_MAX:
-        raise InvalidRequest(
-            f"An integer in the body has more than {JSON_INT_DIGITS_MAX} digits.", cause=_JSON
+        raise errors.INVALID_JSON(
+            f"An integer in the body has more than {JSON_INT_DIGITS_MAX} digits."
         )
     return int(digits)
 
@@ -180,7 +175,7 @@ def _require_accepted(env: str, accepted: frozenset[str]) -> None:
     except UnicodeEncodeError:
         known = False
     if not known:
-        raise InvalidRequest("The environment is not one this run accepts.", cause=_CALL)
+        raise errors.INVALID_NATIVE_REQUEST("The environment is not one this run accepts.")
 
 
 # --- the request ----------------------------------------------------------------------------------
@@ -196,24 +191,24 @@ def parse_execute(body: bytes, rules: ExecuteRules) -> ExecuteCall:
     """
     value = strict_json(body)
     if type(value) is not dict or value.keys() != {"env", "call"}:
-        raise InvalidRequest("The body must be an object of exactly env and call.", cause=_CALL)
+        raise errors.INVALID_NATIVE_REQUEST("The body must be an object of exactly env and call.")
     env, call = value["env"], value["call"]
     if env != rules.environment:
         if type(env) is not str:
-            raise InvalidRequest("env must be a string.", cause=_CALL)
+            raise errors.INVALID_NATIVE_REQUEST("env must be a string.")
         _require_accepted(env, rules.accepted_environment_sha256)
     if type(call) is not str:
-        raise InvalidRequest("call must be a string.", cause=_CALL)
+        raise errors.INVALID_NATIVE_REQUEST("call must be a string.")
     try:
         call_bytes = len(call.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest("call has no UTF-8 form.", cause=_JSON) from None
+        raise errors.INVALID_JSON("call has no UTF-8 form.") from None
     query, top_n_is_five = parse_call(call)
     problem = _problem(query, call_bytes)
     if not top_n_is_five:
         # The query's fault is named first, as the reference does; alone it would not be refused.
-        cause = reference_refusal(problem) if problem else None
-        raise InvalidRequest("top_n must be 5.", cause=cause or _CALL)
+        refusal = reference_refusal(problem) if problem else None
+        raise (refusal or errors.INVALID_NATIVE_REQUEST)("top_n must be 5.")
     if problem is not None and not _encodable(query):
         query = ""
     return ExecuteCall(env, call, query, problem)
@@ -244,14 +239,16 @@ def query_problem(query: str) -> QueryProblem | None:
     return QueryProblem.protocol_tag if _TAG.search(query) else None
 
 
-def reference_refusal(problem: QueryProblem) -> str | None:
-    """The latch cause a query closes with under ``on_invalid_query = "latch"``.
+def reference_refusal(problem: QueryProblem) -> errors.Failure[errors.InvalidRequest] | None:
+    """The failure a query is refused with under ``on_invalid_query = "latch"``.
 
     ``None`` for a protocol tag: there the call is admitted, counted as an attempt, and failed.
     """
     if problem is QueryProblem.protocol_tag:
         return None
-    return _JSON if problem is QueryProblem.not_encodable else _CALL
+    if problem is QueryProblem.not_encodable:
+        return errors.INVALID_JSON
+    return errors.INVALID_NATIVE_REQUEST
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -268,4 +265,6 @@ def render_execute(result: str) -> bytes:
     try:
         return orjson.dumps({"result": result, "output": "", "error": ""})
     except TypeError:
-        raise InvariantBroken("A result has no UTF-8 form; its documents went unchecked.") from None
+        raise errors.INTERNAL_ERROR(
+            "A result has no UTF-8 form; its documents went unchecked."
+        ) from None

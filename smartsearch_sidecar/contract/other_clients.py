@@ -24,16 +24,14 @@ from typing import Any, Final
 
 import orjson
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import DECLINED_RESULT, QueryProblem, query_problem
-from smartsearch_sidecar.errors import InvalidRequest, InvariantBroken
 
 QUERIES_MAX: Final = 4_096
 """Searches in one request. Search-R1 sends a whole step at once: 512 prompts x 5 rollouts in its
 published scripts, 2,560; this is the next power of two."""
 BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
 """Bytes of a body that may hold a batch: ``QUERIES_MAX`` queries, each as long as may be."""
-
-_CAUSE: Final = "invalid_search_request"
 
 
 class Form(enum.StrEnum):
@@ -167,8 +165,8 @@ def _query(value: Any) -> Query:
     return Query("" if problem is QueryProblem.not_encodable else value, problem)
 
 
-def _refuse(message: str) -> InvalidRequest:
-    return InvalidRequest(message, cause=_CAUSE)
+def _refuse(message: str) -> errors.InvalidRequest:
+    return errors.INVALID_SEARCH_REQUEST(message)
 
 
 # --- answering ------------------------------------------------------------------------------------
@@ -247,4 +245,6 @@ def _dumps(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:
-        raise InvariantBroken("An answer has no UTF-8 form: its documents went unchecked") from None
+        raise errors.INTERNAL_ERROR(
+            "An answer has no UTF-8 form: its documents went unchecked"
+        ) from None

@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import strict_json
-from smartsearch_sidecar.errors import InvalidRequest
 
 DATA_SOURCE: Final = "re_call"
 """The one data source whose scorer is served; also what a missing ``data_source`` means."""
 
-_CAUSE: Final = "invalid_reward_request"
 _REQUIRED: Final = frozenset({"solution_str", "ground_truth"})
 _ALLOWED: Final = _REQUIRED | {"data_source"}
 
@@ -85,5 +84,5 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _refuse(name: str, fault: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} {fault}.", cause=_CAUSE)
+def _refuse(name: str, fault: str) -> errors.InvalidRequest:
+    return errors.INVALID_REWARD_REQUEST(f"{name} {fault}.")

@@ -111,7 +111,7 @@ class _Asking:
             async with asyncio.timeout_at(deadline):
                 return await self._guard.search(question, deadline)
         except TimeoutError:
-            raise errors.ProviderTransport(
+            raise errors.PROVIDER_TRANSPORT(
                 f"a search did not end within {self._seconds:g} s (execute.deadline_seconds)"
             ) from None
 

@@ -25,7 +25,7 @@ def check_files(config: Config) -> Iterator[Finding]:
         elif reward.source is not None and reward.source_sha256 is not None:
             source = verify_file(reward.source, reward.source_sha256)
         else:  # the configuration's own rule, seen from here
-            raise errors.ConfigError("neither reward.checkout nor reward.source is set")
+            raise errors.CONFIG_INVALID("neither reward.checkout nor reward.source is set")
         Scorer(source)
         if config.run.directory is not None:
             source.refuse_overlap(config.run.directory)

@@ -42,14 +42,16 @@ def parse_checkpoint(value: Any) -> CheckpointRequest:
     Raises ``OperatorRequest`` for anything else; the run is not touched by it.
     """
     if type(value) is not dict or not _KEYS.issuperset(value):
-        raise errors.OperatorRequest("send an object of step, and optionally path, manifest_sha256")
+        raise errors.OPERATOR_REQUEST(
+            "send an object of step, and optionally path, manifest_sha256"
+        )
     step, path, digest = value.get("step"), value.get("path"), value.get("manifest_sha256")
     if type(step) is not int or not 0 <= step <= STEP_MAX:
-        raise errors.OperatorRequest("step must be a whole number from 0")
+        raise errors.OPERATOR_REQUEST("step must be a whole number from 0")
     if path is not None and (type(path) is not str or not 0 < len(path) <= PATH_CHARACTERS_MAX):
-        raise errors.OperatorRequest("path must be text of at most 4096 characters")
+        raise errors.OPERATOR_REQUEST("path must be text of at most 4096 characters")
     if digest is not None and (type(digest) is not str or not _SHA256.fullmatch(digest)):
-        raise errors.OperatorRequest("manifest_sha256 must be 64 lower-case hex digits")
+        raise errors.OPERATOR_REQUEST("manifest_sha256 must be 64 lower-case hex digits")
     return CheckpointRequest(step, path, digest)
 
 

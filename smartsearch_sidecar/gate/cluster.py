@@ -58,9 +58,9 @@ class ClusterRun:
         that all nodes can have.
         """
         if config.cluster is None:
-            raise errors.InvariantBroken("a run without [cluster] has no other nodes")
+            raise errors.INTERNAL_ERROR("a run without [cluster] has no other nodes")
         if config.server.execute_capability is None:
-            raise errors.ConfigError(
+            raise errors.CONFIG_INVALID(
                 "server.execute_capability is missing: with [cluster] every node has the same one, "
                 "so that one sandbox_url serves all; set it, or execute_capability_file"
             )
@@ -68,7 +68,7 @@ class ClusterRun:
             try:
                 from smartsearch_sidecar.cluster.nats.bus import connect as connect_nats
             except ImportError:
-                raise errors.NotAvailable(
+                raise errors.NOT_AVAILABLE(
                     "[cluster] needs nats-py: install the extra, smartsearch-sidecar[cluster]"
                 ) from None
             connect = connect_nats
@@ -95,7 +95,7 @@ class ClusterRun:
         except (errors.ClusterUnreachable, TimeoutError) as exc:
             raise _unreachable(exc) from None
         except errors.ClusterUnreadable as exc:
-            raise errors.ClusterRefused(exc.message) from None
+            raise errors.CLUSTER_REFUSED(exc.message) from None
         while texts := await asyncio.to_thread(_some, own):
             for text in texts:
                 block = block_of(text)
@@ -117,7 +117,7 @@ class ClusterRun:
         except errors.ClusterUnreachable as exc:
             raise _unreachable(exc) from None
         except errors.ClusterUnreadable as exc:
-            raise errors.ClusterRefused(exc.message) from None
+            raise errors.CLUSTER_REFUSED(exc.message) from None
 
     # --- while it is served -----------------------------------------------------------------------
 
@@ -270,6 +270,6 @@ def _shared(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unreachable(exc: Exception) -> errors.ClusterRefused:
     reason = exc.message if isinstance(exc, errors.SidecarError) else "they did not answer in time"
-    return errors.ClusterRefused(
+    return errors.CLUSTER_REFUSED(
         f"the servers named by cluster.nats_url cannot be used ({reason}): start them first"
     )

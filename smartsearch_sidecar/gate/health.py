@@ -48,7 +48,7 @@ async def check(service: Service, seconds: float) -> str:
             service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
         except TimeoutError:
             service.recorder.close_latch(
-                errors.ProviderFault.cause or errors.ProviderFault.code,
+                errors.PROVIDER_FAULT.closes_as or errors.PROVIDER_FAULT.answer.code,
                 detail=f"the provider did not say within {IDENTITY_SECONDS:g} s what it serves",
             )
     if service.state.closed:

@@ -80,7 +80,7 @@ def named(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise errors.RunDirectoryError(
+        raise errors.RUN_DIRECTORY(
             f"run directory {directory} cannot be opened: {exc.strerror or exc}"
         ) from None
 
@@ -90,11 +90,11 @@ def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
     with named(path):
         found = os.lstat(path)
     if not wanted(found.st_mode):
-        raise errors.RunDirectoryError(f"{path} is a link, or no part of a run directory")
+        raise errors.RUN_DIRECTORY(f"{path} is a link, or no part of a run directory")
     if os.geteuid() not in (0, found.st_uid):
-        raise errors.RunDirectoryError(f"{path} belongs to another user: serve as that user")
+        raise errors.RUN_DIRECTORY(f"{path} belongs to another user: serve as that user")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise errors.RunDirectoryError(
+        raise errors.RUN_DIRECTORY(
             f"{path} can be written by others: nobody could vouch for it (chmod go-w)"
         )
 

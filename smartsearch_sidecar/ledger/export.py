@@ -79,16 +79,16 @@ def export_reference(directory: Path, out: Path, *, progress: Progress | None = 
     reader = RunReader(directory)
     claim = reader.read(CLAIM)
     if claim is None:
-        raise errors.LedgerCorrupt(f"{directory} has no claim.json")
+        raise errors.LEDGER_CORRUPT(f"{directory} has no claim.json")
     latch = reader.read(LATCH)
     scan = Scan(reader, History(claim, documents=True), progress=progress)
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         out.mkdir(mode=DIRECTORY_MODE)
     except FileExistsError:
-        raise errors.UsageError(f"{out} exists already: name a directory that does not") from None
+        raise errors.USAGE(f"{out} exists already: name a directory that does not") from None
     except OSError as exc:
-        raise errors.UsageError(f"{out} cannot be made: {exc.strerror}") from None
+        raise errors.USAGE(f"{out} cannot be made: {exc.strerror}") from None
     try:
         partial.mkdir(mode=DIRECTORY_MODE)
         exported = _Layout(partial, claim).write(scan, latch)
@@ -97,7 +97,7 @@ def export_reference(directory: Path, out: Path, *, progress: Progress | None = 
         shutil.rmtree(partial, ignore_errors=True)
         out.rmdir()
         if isinstance(exc, OSError):
-            raise errors.UsageError(f"{out} cannot be written: {exc.strerror or exc}") from None
+            raise errors.USAGE(f"{out} cannot be written: {exc.strerror or exc}") from None
         raise
     return exported
 
@@ -112,7 +112,7 @@ class _Layout:
         self._claim = {key: value.get(key) for key in _CLAIM_KEYS}
         identity = value.get("retrieval")
         if not isinstance(identity, dict):
-            raise errors.LedgerCorrupt("claim.json: it names no retrieval identity")
+            raise errors.LEDGER_CORRUPT("claim.json: it names no retrieval identity")
         self._identity: Mapping[str, Any] = identity
         self._queries: dict[int, str] = {}  # of searches not settled yet: as many as slots
         self._failed: set[int] = set()
@@ -125,9 +125,9 @@ class _Layout:
                 self._line(line)
             except (AttributeError, LookupError, TypeError, ValueError) as exc:
                 reason = f"the {line.record.kind} record cannot be exported ({exc!r:.80})"
-                raise errors.LedgerCorrupt(f"{scan.place}: {reason}") from None
+                raise errors.LEDGER_CORRUPT(f"{scan.place}: {reason}") from None
         if scan.problem is not None:
-            raise errors.LedgerCorrupt(str(scan.problem))
+            raise errors.LEDGER_CORRUPT(str(scan.problem))
         if latch is not None and scan.history.latch is None:
             self._rejection = read_latch(latch)
         self._reject()
@@ -149,7 +149,7 @@ class _Layout:
             return
         if kind == Kind.RETRIEVAL_REQUESTED:
             if "route" in data:
-                raise errors.UsageError(
+                raise errors.USAGE(
                     f"search {number} came by /{data['route']:.20}, for which the reference has no "
                     "files: only a run whose every search came by /execute can be exported to it"
                 )

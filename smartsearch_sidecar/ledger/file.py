@@ -78,17 +78,17 @@ class RunFiles:
             self.abandon()
             raise self._not_made(exc) from None
 
-    def _not_made(self, exc: OSError) -> errors.RunDirectoryError:
-        return errors.RunDirectoryError(
+    def _not_made(self, exc: OSError) -> errors.UsageError:
+        return errors.RUN_DIRECTORY(
             f"run directory {self.directory} cannot be made: {exc.strerror or exc}; name a "
             "place this user may write to (run.directory, --run-dir)"
         )
 
-    def _exists(self) -> errors.RunDirectoryError:
+    def _exists(self) -> errors.UsageError:
         served = False
         with contextlib.suppress(OSError):  # a directory we may not look into is there all the same
             served = is_locked(self.directory / LOCK)
-        return errors.RunDirectoryError(
+        return errors.RUN_DIRECTORY(
             f"run directory {self.directory} exists already"
             f"{' and is being served by another process' if served else ''}: name a new one, "
             "or continue it with --resume"
@@ -105,7 +105,7 @@ class RunFiles:
             names = sorted(entry.name for entry in self.directory.iterdir())
         strange = [name for name in names if not is_ours(name)]
         if strange and CLAIM not in names:
-            raise errors.RunDirectoryError(
+            raise errors.RUN_DIRECTORY(
                 f"{self.directory} is not a run directory (it holds {strange[0]!r}): name the "
                 "directory of a run, or one that does not exist"
             )
@@ -141,7 +141,7 @@ class RunFiles:
                     raise
             self.disk.close(fd)
             time.sleep(LOCK_WAIT_SECONDS)
-        raise errors.RunDirectoryError(
+        raise errors.RUN_DIRECTORY(
             f"run directory {self.directory} is being served by another process: stop it first, or "
             "name another directory"
         )
@@ -206,7 +206,7 @@ class RunFiles:
                     continue
                 self._sync_directory(self.directory)
             return self.directory / name
-        raise errors.RunDirectoryError(f"{self.directory} holds too many torn tails of one place")
+        raise errors.RUN_DIRECTORY(f"{self.directory} holds too many torn tails of one place")
 
     # --- the journal ------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class RunFiles:
         fd = self.disk.open(path, os.O_WRONLY | os.O_APPEND)
         self._journal_fd = fd
         if os.fstat(fd).st_size != size:
-            raise errors.RunDirectoryError(f"{path} changed while it was read: stop what writes it")
+            raise errors.RUN_DIRECTORY(f"{path} changed while it was read: stop what writes it")
         if keep != size:
             self.disk.point("trim:before")
             self.disk.truncate(fd, keep)
@@ -251,7 +251,7 @@ class RunFiles:
         """Appends whole lines; with ``sync`` they are on the medium when this returns."""
         fd = self._journal_fd
         if fd is None:
-            raise errors.InvariantBroken("the journal is not open")
+            raise errors.INTERNAL_ERROR("the journal is not open")
         sync = sync and self._sync
         self.disk.point("write:before")
         if sync and not self._unsynced:

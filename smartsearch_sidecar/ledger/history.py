@@ -78,18 +78,18 @@ class History:
         line = decode_line(raw, documents=self._documents)
         seq, _, prev, total, record = line
         if seq != self.seq + 1:
-            raise errors.LedgerCorrupt(f"record {seq} comes after record {self.seq}")
+            raise errors.LEDGER_CORRUPT(f"record {seq} comes after record {self.seq}")
         if prev != self.head:
-            raise errors.LedgerCorrupt(self._chain_broken())
+            raise errors.LEDGER_CORRUPT(self._chain_broken())
         kind = record.kind
         if seq == 1:
             self._first(line)
         elif kind == _RUN_CLAIMED:
-            raise errors.LedgerCorrupt("the run was claimed twice")
+            raise errors.LEDGER_CORRUPT("the run was claimed twice")
         try:
             self.state.fold(record)
         except errors.InvariantBroken as exc:  # live a fault of ours, read back one of the file's
-            raise errors.LedgerCorrupt(exc.message) from None
+            raise errors.LEDGER_CORRUPT(exc.message) from None
         self.seq, self.head, self.last = seq, total, line
         self.kinds[kind] += 1
         if kind == _LATCH_CLOSED:
@@ -113,14 +113,14 @@ class History:
             tail = Tail.UNTERMINATED if len(body) == len(piece) else Tail.TORN
             return End(tail, len(body), newline=True)
         if begins_with_record(body):
-            raise errors.LedgerCorrupt("a whole record is followed by bytes that are no newline")
+            raise errors.LEDGER_CORRUPT("a whole record is followed by bytes that are no newline")
         return End(Tail.TORN, 0, newline=False)
 
     def _first(self, line: Line) -> None:
         if line.record.kind != _RUN_CLAIMED:
-            raise errors.LedgerCorrupt(f"the first record is {line.record.kind}, not run.claimed")
+            raise errors.LEDGER_CORRUPT(f"the first record is {line.record.kind}, not run.claimed")
         if line.record.data.get("claim_sha256") != self.claim_sha256:
-            raise errors.LedgerCorrupt("the first record names another claim.json")
+            raise errors.LEDGER_CORRUPT("the first record names another claim.json")
         self.first_at = line.at
 
     def _chain_broken(self) -> str:

@@ -77,9 +77,9 @@ class RunReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         if not directory.is_dir():
-            raise errors.RunDirectoryError(f"{directory} is not a directory: name a run's")
+            raise errors.RUN_DIRECTORY(f"{directory} is not a directory: name a run's")
         if not (directory / JOURNAL).is_dir() and not (directory / CLAIM).exists():
-            raise errors.RunDirectoryError(
+            raise errors.RUN_DIRECTORY(
                 f"{directory} is not a run directory: it holds neither claim.json nor journal/"
             )
 
@@ -104,9 +104,7 @@ class RunReader:
             raise self._unreadable(name, exc) from None
         with os.fdopen(fd, "rb") as stream:
             if os.fstat(fd).st_size > FILE_BYTES_MAX:
-                raise errors.RunDirectoryError(
-                    f"{self.directory / name} is too large to be a run's"
-                )
+                raise errors.RUN_DIRECTORY(f"{self.directory / name} is too large to be a run's")
             return stream.read()
 
     def segments(self) -> tuple[Segment, ...]:
@@ -146,10 +144,10 @@ class RunReader:
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
-        raise errors.RunDirectoryError(f"{path} is not a regular file")
+        raise errors.RUN_DIRECTORY(f"{path} is not a regular file")
 
-    def _unreadable(self, name: str, exc: OSError) -> errors.RunDirectoryError:
-        return errors.RunDirectoryError(
+    def _unreadable(self, name: str, exc: OSError) -> errors.UsageError:
+        return errors.RUN_DIRECTORY(
             f"{self.directory / name} cannot be read: {exc.strerror or exc}"
         )
 
@@ -232,9 +230,9 @@ class Scan:
         if last:
             yield from self._last(open_end if held is None else held, terminated=held is not None)
         elif open_end:
-            raise errors.LedgerCorrupt("the segment ends within a line, and another one follows")
+            raise errors.LEDGER_CORRUPT("the segment ends within a line, and another one follows")
         elif segment.size == 0:
-            raise errors.LedgerCorrupt("the segment is empty, and another one follows")
+            raise errors.LEDGER_CORRUPT("the segment is empty, and another one follows")
 
     def _last(self, piece: bytes, *, terminated: bool) -> Iterator[Line]:
         before = self.history.seq
@@ -257,7 +255,7 @@ class Scan:
             parts.append(open_end)
             held += len(open_end)
             if held > LINE_BYTES_MAX:
-                raise errors.LedgerCorrupt(f"a line is longer than {LINE_BYTES_MAX} bytes")
+                raise errors.LEDGER_CORRUPT(f"a line is longer than {LINE_BYTES_MAX} bytes")
             if lines:
                 yield lines, b""
             self._done += len(chunk)

@@ -36,9 +36,9 @@ class Place:
         claim, seq, head = (value.get(key) for key in ("claim_sha256", "seq", "head"))
         for name, digest in (("claim_sha256", claim), ("head", head)):
             if type(digest) is not str or not _SHA256.fullmatch(digest):
-                raise errors.UsageError(f"{whose} names no {name}: keep the body of /checkpoints")
+                raise errors.USAGE(f"{whose} names no {name}: keep the body of /checkpoints")
         if type(seq) is not int or seq < 1:
-            raise errors.UsageError(f"{whose} names no seq: keep the body of /checkpoints")
+            raise errors.USAGE(f"{whose} names no seq: keep the body of /checkpoints")
         return cls(str(claim), seq, str(head))
 
 
@@ -62,15 +62,13 @@ class CheckpointReceipt:
         try:
             value = orjson.loads(raw)
         except orjson.JSONDecodeError:
-            raise errors.UsageError(
-                "the receipt is not JSON: keep the body of /checkpoints"
-            ) from None
+            raise errors.USAGE("the receipt is not JSON: keep the body of /checkpoints") from None
         if type(value) is not dict:
-            raise errors.UsageError("the receipt is not an object: keep the body of /checkpoints")
+            raise errors.USAGE("the receipt is not an object: keep the body of /checkpoints")
         own = Place.parse(value, "the receipt")
         nodes = value.get("nodes", {})
         if type(nodes) is not dict or any(type(node) is not dict for node in nodes.values()):
-            raise errors.UsageError("the receipt names no nodes: keep the body of /checkpoints")
+            raise errors.USAGE("the receipt names no nodes: keep the body of /checkpoints")
         places = {
             name: Place.parse(node, f"the receipt, of node {name:.64},")
             for name, node in nodes.items()

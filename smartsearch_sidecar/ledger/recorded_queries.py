@@ -21,7 +21,9 @@ def rules_of(claim: bytes) -> ExecuteRules:
         value = orjson.loads(claim)
         return ExecuteRules(value["environment"], frozenset(value["accepted_environment_sha256"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise errors.LedgerCorrupt("claim.json: it names no environment to read calls by") from None
+        raise errors.LEDGER_CORRUPT(
+            "claim.json: it names no environment to read calls by"
+        ) from None
 
 
 def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
@@ -37,7 +39,7 @@ def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
     try:
         return parse_execute(body, rules).query.strip()
     except errors.InvalidRequest as exc:
-        raise errors.LedgerCorrupt(
+        raise errors.LEDGER_CORRUPT(
             f"a recorded request is none that this run takes: {exc.message}"
         ) from None
 
@@ -46,7 +48,7 @@ def recorded_top_n(data: Mapping[str, Any]) -> int:
     """How many passages a ``retrieval.requested`` record asks for. Raises ``LedgerCorrupt``."""
     top_n = data.get("top_n", TOP_N)
     if type(top_n) is not int or top_n < 1:
-        raise errors.LedgerCorrupt("a recorded request does not say how many passages it asks for")
+        raise errors.LEDGER_CORRUPT("a recorded request does not say how many passages it asks for")
     return top_n
 
 

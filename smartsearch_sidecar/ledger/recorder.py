@@ -107,4 +107,4 @@ class Recorder:
         if receipt is not None and not receipt.done():
             await asyncio.shield(receipt)
         if self.writer.failure is not None:
-            raise errors.LedgerFailed(self.writer.failure.message)
+            raise errors.LEDGER_FAILED(self.writer.failure.message)

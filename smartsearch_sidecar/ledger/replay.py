@@ -109,7 +109,7 @@ async def replay(
     while batch := await asyncio.to_thread(recorded.take, concurrency * 16):
         await _ask(batch, search, concurrency, result)
     if recorded.scan.problem is not None:
-        raise errors.LedgerCorrupt(str(recorded.scan.problem))
+        raise errors.LEDGER_CORRUPT(str(recorded.scan.problem))
     result.torn = recorded.scan.end is not None and recorded.scan.end.tail is Tail.TORN
     return result
 
@@ -129,7 +129,7 @@ class _Recorded:
         reader = RunReader(directory)
         claim = reader.read(CLAIM)
         if claim is None:
-            raise errors.LedgerCorrupt(f"{directory} has no claim.json")
+            raise errors.LEDGER_CORRUPT(f"{directory} has no claim.json")
         self.scan = Scan(reader, History(claim, documents=True), progress=progress)
         self._lines = iter(self.scan)
         self._rules = rules_of(claim)
@@ -157,7 +157,7 @@ class _Recorded:
         elif kind == Kind.RETRIEVAL_ANSWERED:
             documents = data.get("documents")
             if not isinstance(documents, list):
-                raise errors.LedgerCorrupt(f"{self.scan.place}: an answer without documents")
+                raise errors.LEDGER_CORRUPT(f"{self.scan.place}: an answer without documents")
             return _Asked(number, *self._open.pop(number), documents)
         return None
 

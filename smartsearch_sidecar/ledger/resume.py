@@ -109,7 +109,7 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
     latch = reader.read(LATCH)
     verdict = judge(observe(scan, latch, served=reader.served()))
     if verdict.action is Action.REFUSE:
-        raise errors.LedgerCorrupt(_refusal(files.directory, scan, verdict))
+        raise errors.LEDGER_CORRUPT(_refusal(files.directory, scan, verdict))
     torn, aside = _mend(files, scan)
     line = history.latch
     if verdict.write_latch and line is not None:
@@ -138,7 +138,7 @@ def require_same_claim(directory: Path, old: bytes, new: bytes) -> None:
     """Raises ``RunDirectoryError`` that names what keeps ``new`` from continuing the run."""
     differing = compare_claims(old, new)
     if differing:
-        raise errors.RunDirectoryError(
+        raise errors.RUN_DIRECTORY(
             f"{directory} was claimed with another configuration ({'; '.join(differing)}): "
             "resume it with that one, or begin a new run directory"
         )
@@ -164,7 +164,7 @@ def _mend(files: RunFiles, scan: Scan) -> tuple[int, Path | None]:
     """Opens the last segment for appending, its torn tail trimmed; bytes trimmed and where kept."""
     end = scan.end
     if end is None:
-        raise errors.InvariantBroken("a journal that was not read to its end was accepted")
+        raise errors.INTERNAL_ERROR("a journal that was not read to its end was accepted")
     if not scan.segments:
         return 0, None
     segment, place = scan.segments[-1], scan.place

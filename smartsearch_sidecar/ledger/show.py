@@ -54,7 +54,7 @@ class Filter:
 def _kinds_of(word: str) -> list[str]:
     found = [kind for kind in KINDS if kind == word or kind.startswith(f"{word}.")]
     if not found:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"no kind of record is called {word!r}: use one of {', '.join(sorted(KINDS))}, or what "
             "stands before the dot"
         )
@@ -67,7 +67,7 @@ def _moment(text: str | None) -> str | None:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"{text!r} is no time: use a date or a time as in 2026-12-02T04:13:00Z (UTC without a "
             "zone)"
         ) from None

@@ -57,8 +57,8 @@ def take_directory(
         raise
 
 
-def _unwritable(files: RunFiles, exc: OSError) -> errors.RunDirectoryError:
-    return errors.RunDirectoryError(
+def _unwritable(files: RunFiles, exc: OSError) -> errors.UsageError:
+    return errors.RUN_DIRECTORY(
         f"run directory {files.directory} cannot be written: {exc.strerror or exc}"
     )
 

@@ -192,11 +192,11 @@ def describe_previous(directory: Path, *, progress: Progress | None = None) -> d
     """
     found = verify(directory, progress=progress)
     if found.live:
-        raise errors.RunDirectoryError(
+        raise errors.RUN_DIRECTORY(
             f"run.previous = {directory} is still being served: stop it before a run follows it"
         )
     if found.problem is not None and not (found.ending is Ending.TORN and found.seq):
-        raise errors.LedgerCorrupt(
+        raise errors.LEDGER_CORRUPT(
             f"run.previous = {directory} is no whole history: {found.problem}"
         )
     claim = RunReader(directory).read(CLAIM) or b"{}"

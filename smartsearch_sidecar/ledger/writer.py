@@ -121,11 +121,11 @@ class Writer:
 
     def _put(self, item: Draft, future: asyncio.Future[Receipt] | None) -> None:
         if self.failure is not None:
-            raise errors.LedgerFailed(self.failure.message)
+            raise errors.LEDGER_FAILED(self.failure.message)
         if self._closing:
-            raise errors.LedgerFailed("the ledger is closed and takes no more records")
+            raise errors.LEDGER_FAILED("the ledger is closed and takes no more records")
         if len(self._queue) >= QUEUE_RECORDS_MAX:
-            failure = errors.LedgerFailed(
+            failure = errors.LEDGER_FAILED(
                 f"more than {QUEUE_RECORDS_MAX} records wait to be written"
             )
             self._fail(failure)
@@ -190,7 +190,7 @@ class Writer:
         except BaseException as exc:
             # Whatever stopped the writer, nobody may wait for it any longer.
             reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
-            self._fail(errors.LedgerFailed(f"the ledger cannot be written: {reason}"), batch)
+            self._fail(errors.LEDGER_FAILED(f"the ledger cannot be written: {reason}"), batch)
             if not isinstance(exc, Exception):
                 self._disk_thread.submit(self._leave_latch)
                 raise
@@ -271,7 +271,7 @@ class Writer:
         self.failure = self.failure or failure
         for _, future in (*batch, *self._queue):
             if future is not None and not future.done():
-                future.set_exception(errors.LedgerFailed(failure.message))
+                future.set_exception(errors.LEDGER_FAILED(failure.message))
                 future.exception()  # an abandoned receipt must not warn at collection
         self._queue.clear()
         if first:

@@ -73,7 +73,7 @@ def scratch_sidecar(config: Path, run: Path) -> Iterator[Endpoints]:
             if process.poll() is not None:
                 listening.join()
                 words = " ".join(said).removeprefix("smartsearch-sidecar: ") or "it said nothing"
-                raise errors.UsageError(f"the scratch sidecar did not start: {words}")
+                raise errors.USAGE(f"the scratch sidecar did not start: {words}")
             time.sleep(_POLL_SECONDS)
         yield read_endpoints(run / "endpoints.json")
     finally:
@@ -125,7 +125,7 @@ class Cast:
             _say(process, part.line())
         for process in self._processes:
             if process.stdout is None or process.stdout.readline() != "ready\n":
-                raise errors.UsageError("a rank of the rehearsal did not start")
+                raise errors.USAGE("a rank of the rehearsal did not start")
         for process in self._processes:
             reader = threading.Thread(target=self._read, args=(process,), daemon=True)
             reader.start()
@@ -146,21 +146,19 @@ class Cast:
         until = time.monotonic() + seconds + 2 * CLIENT_SECONDS
         while any(reader.is_alive() for reader in self._readers):
             if time.monotonic() > until:
-                raise errors.UsageError(
-                    "the ranks of the rehearsal did not end: is this host busy?"
-                )
+                raise errors.USAGE("the ranks of the rehearsal did not end: is this host busy?")
             look()
             time.sleep(every)
         for process in self._processes:
             if process.wait() != 0:
-                raise errors.UsageError("a rank of the rehearsal broke off; its error is above")
+                raise errors.USAGE("a rank of the rehearsal broke off; its error is above")
 
 
 def _say(process: subprocess.Popen[str], line: str) -> None:
     if process.stdin is None:
-        raise errors.InvariantBroken("a rank has no standard input")
+        raise errors.INTERNAL_ERROR("a rank has no standard input")
     try:
         process.stdin.write(line)
         process.stdin.flush()
     except BrokenPipeError:
-        raise errors.UsageError("a rank of the rehearsal ended before it began") from None
+        raise errors.USAGE("a rank of the rehearsal ended before it began") from None

@@ -69,7 +69,7 @@ class Daemon:
         Raises ``ConfigError`` without a run directory.
         """
         if config.run.directory is None:
-            raise errors.ConfigError("run.directory is not set: name it, or pass --run-dir")
+            raise errors.CONFIG_INVALID("run.directory is not set: name it, or pass --run-dir")
         self.config = config
         self.files = RunFiles(Path(config.run.directory), disk=disk, sync=config.ledger.sync)
         self._provider = provider
@@ -132,7 +132,7 @@ class Daemon:
             await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
         except OSError as exc:
             await self._wind_down(parts, server, listening)
-            raise errors.RunDirectoryError(
+            raise errors.RUN_DIRECTORY(
                 f"{ENDPOINTS} cannot be written in {self.files.directory}: {exc.strerror or exc}; "
                 "nobody could find the run, so it is not served"
             ) from None

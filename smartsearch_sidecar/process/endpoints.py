@@ -50,10 +50,10 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as exc:
         sock.close()
         if exc.errno == errno.EADDRINUSE:
-            raise errors.UsageError(
+            raise errors.USAGE(
                 f"port {port} on {host} is taken: stop what listens there, or set server.port"
             ) from None
-        raise errors.UsageError(
+        raise errors.USAGE(
             f"cannot listen on {host} port {port}: {exc.strerror or exc}; set server.host and "
             "server.port"
         ) from None

@@ -43,7 +43,7 @@ async def _until(flight: asyncio.Task[Found], deadline: float) -> Found:
         timer.cancel()
         flight.remove_done_callback(wake)
     if not flight.done():
-        raise errors.DeadlinePassed("the search was still running at the deadline")
+        raise errors.DEADLINE_PASSED("the search was still running at the deadline")
     return flight.result()
 
 

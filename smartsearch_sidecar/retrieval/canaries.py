@@ -73,23 +73,23 @@ def load(path: Path) -> tuple[Canary, ...]:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
-        raise errors.ConfigError(
+        raise errors.CONFIG_INVALID(
             f"canary file {path} cannot be read ({error.strerror}); record one, or correct "
             "retrieval.flashrag.canaries"
         ) from error
     if len(content) > FILE_BYTES_MAX:
-        raise errors.ConfigError(f"canary file {path} is over {FILE_BYTES_MAX} bytes")
+        raise errors.CONFIG_INVALID(f"canary file {path} is over {FILE_BYTES_MAX} bytes")
     canaries = []
     for number, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             canary = _parse(line)
             if isinstance(canary, str):
-                raise errors.ConfigError(
+                raise errors.CONFIG_INVALID(
                     f"canary file {path}, line {number}: {canary}; record it again"
                 )
             canaries.append(canary)
     if not canaries:
-        raise errors.ConfigError(f"canary file {path} holds no canary; record some, or unset it")
+        raise errors.CONFIG_INVALID(f"canary file {path} holds no canary; record some, or unset it")
     return tuple(canaries)
 
 
@@ -154,7 +154,7 @@ async def record(provider: Provider, queries: Sequence[str], *, top_n: int = 5) 
     ]
     for number, canary in enumerate(canaries, start=1):
         if not canary.documents:
-            raise errors.UsageError(
+            raise errors.USAGE(
                 f"query {number} is answered with no document and defends nothing; choose another"
             )
     again = await asyncio.gather(
@@ -164,7 +164,7 @@ async def record(provider: Provider, queries: Sequence[str], *, top_n: int = 5) 
         if isinstance(answer, BaseException):
             raise answer
         if (difference := _compare(canary, answer)) is not None:
-            raise errors.UsageError(
+            raise errors.USAGE(
                 f"query {number} is answered differently beside others ({difference.describe()}) "
                 "and would close the latch of a good run; choose another"
             )
@@ -204,18 +204,18 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
     for document in documents:
         name, contents = document.get("id"), document.get("contents")
         if not isinstance(name, str) or not isinstance(contents, str) or name in pairs:
-            raise errors.ProviderFault(
+            raise errors.PROVIDER_FAULT(
                 "a canary was answered with a document without id or contents, or with one twice"
             )
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
 
 
-def changed(differences: Sequence[Difference], asked: int) -> errors.IdentityChanged:
+def changed(differences: Sequence[Difference], asked: int) -> errors.RetrievalError:
     """The fault that says which canaries differ and how."""
     shown = "; ".join(difference.describe() for difference in differences[:3])
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-    return errors.IdentityChanged(
+    return errors.IDENTITY_CHANGED(
         f"the retriever does not serve the recorded corpus or index: {len(differences)} of {asked} "
         f"canaries differ: {shown}{more}"
     )

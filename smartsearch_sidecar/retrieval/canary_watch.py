@@ -63,7 +63,7 @@ class CanaryWatch:
             self._unreached += 1
             if self._unreached >= TRANSPORT_FAULTS_MAX:
                 self._fail(
-                    errors.ProviderFault(
+                    errors.PROVIDER_FAULT(
                         f"the canaries could not be asked {self._unreached} times in a row: "
                         f"{error.message}"
                     )
@@ -73,22 +73,22 @@ class CanaryWatch:
         except Exception as error:  # noqa: BLE001 - classified: becomes the watch's fault
             # Not a failure the provider names, so a broken one: without this the timer would end
             # in silence and the run would go on undefended.
-            self._fail(errors.ProviderFault(f"asking a canary raised {type(error).__name__}"))
+            self._fail(errors.PROVIDER_FAULT(f"asking a canary raised {type(error).__name__}"))
         else:
             self._unreached = 0
             if differences:
                 self._fail(changed(differences, len(self._canaries)))
-            elif not isinstance(self.fault, errors.IdentityChanged):
+            elif not errors.IDENTITY_CHANGED.matches(self.fault):
                 self.fault = None
         self.rounds += 1
 
     async def _watch(self) -> None:
-        while not isinstance(self.fault, errors.IdentityChanged):
+        while not errors.IDENTITY_CHANGED.matches(self.fault):
             await asyncio.sleep(self._seconds)
             await self.round()
 
     def _fail(self, fault: errors.RetrievalError) -> None:
-        if isinstance(self.fault, errors.IdentityChanged):
+        if errors.IDENTITY_CHANGED.matches(self.fault):
             return
         self.fault = fault
         if self._on_fault is not None:

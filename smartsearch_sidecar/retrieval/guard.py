@@ -70,7 +70,7 @@ class Guard:
         for key in ("corpus_sha256", "index_sha256"):
             digest = identity.get(key)
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-                raise errors.ConfigError(
+                raise errors.CONFIG_INVALID(
                     f"the retrieval provider {self.provider.name} names no {key} of 64 lower-case "
                     "hex digits: a corpus that cannot be named cannot be frozen"
                 )
@@ -84,7 +84,7 @@ class Guard:
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider may raise anything: classified here, once
-            raise errors.ProviderFault(
+            raise errors.PROVIDER_FAULT(
                 f"the provider could not say what it serves ({type(exc).__name__})"
             ) from exc
 
@@ -97,7 +97,7 @@ class Guard:
                 for key in {*now, *self.identity}
                 if now.get(key) != self.identity.get(key) or (key in now) != (key in self.identity)
             )
-            raise errors.IdentityChanged(
+            raise errors.IDENTITY_CHANGED(
                 f"the provider's identity changed during the run: {', '.join(keys)}"
             )
 
@@ -114,7 +114,7 @@ class Guard:
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider's own objects may raise when read: classified here
-            raise errors.DocumentInvalid(
+            raise errors.DOCUMENT_INVALID(
                 f"the provider's documents could not be read ({type(exc).__name__})"
             ) from exc
 
@@ -134,32 +134,32 @@ class Guard:
             except errors.SidecarError:
                 raise
             except Exception as exc:  # a provider may raise anything: classified here, once
-                raise errors.ProviderFault(
+                raise errors.PROVIDER_FAULT(
                     f"the provider failed during a search ({type(exc).__name__})"
                 ) from exc
             await asyncio.sleep(pause)
             pause = min(pause * RETRY_GROWTH, RETRY_SECONDS_MAX)
-        raise errors.InvariantBroken("a search ended without an answer or an error")
+        raise errors.INTERNAL_ERROR("a search ended without an answer or an error")
 
     def _found(self, documents: Any, top_n: int) -> Found:
         if isinstance(documents, str | bytes | Mapping) or not hasattr(documents, "__len__"):
-            raise errors.DocumentInvalid(
+            raise errors.DOCUMENT_INVALID(
                 f"the provider answered a {type(documents).__name__} instead of documents"
             )
         if len(documents) > top_n:
-            raise errors.DocumentInvalid(
+            raise errors.DOCUMENT_INVALID(
                 f"the provider answered {len(documents)} documents where {top_n} were asked"
             )
         passages = [read_passage(item, position) for position, item in enumerate(documents, 1)]
         if len({passage.id for passage, _ in passages}) != len(passages):
-            raise errors.DocumentInvalid("the provider answered the same document id twice")
+            raise errors.DOCUMENT_INVALID("the provider answered the same document id twice")
         dropped: list[Mapping[str, str]] = []
         for position, (passage, _) in enumerate(passages, 1):
             if self._seen is not None:
                 self._check_drift(passage, self._seen)
             if passage.tagged:
                 if not self._drop_tagged:
-                    raise errors.DocumentInvalid(
+                    raise errors.DOCUMENT_INVALID(
                         f"document {position} carries a protocol tag or a special token"
                     )
                 dropped.append({"id": passage.id, "reason": "protocol_tag"})
@@ -169,6 +169,6 @@ class Guard:
 
     def _check_drift(self, passage: Passage, seen: dict[bytes, bytes]) -> None:
         if seen.setdefault(passage.key, passage.digest) != passage.digest:
-            raise errors.DocumentDrift(
+            raise errors.DOCUMENT_DRIFT(
                 f"document {passage.id[:80]!r} has other contents than earlier in this run"
             )

@@ -90,23 +90,25 @@ def read_passage(item: Any, position: int) -> tuple[Passage, bytes]:
 def _read_any(item: Any, position: int) -> tuple[Passage, bytes]:
     """Whatever a provider may answer, in full."""
     if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
-        raise errors.DocumentInvalid(
+        raise errors.DOCUMENT_INVALID(
             f"document {position} is a {type(item).__name__}, not a mapping"
         )
     if not _FIELDS.issuperset(item):
-        raise errors.DocumentInvalid(f"document {position} has a field besides id, contents, score")
+        raise errors.DOCUMENT_INVALID(
+            f"document {position} has a field besides id, contents, score"
+        )
     name = _bounded(item.get("id"), position, "id")
     contents = _bounded(item.get("contents"), position, "contents")
     long = len(contents) + len(name) > REMEMBERED_CHARACTERS_MAX
     passage = _passage(name, contents) if long else _remembered(name, contents)
     if isinstance(passage, str):
-        raise errors.DocumentInvalid(f"document {position} {passage}")
+        raise errors.DOCUMENT_INVALID(f"document {position} {passage}")
     return passage, _score(item.get("score"), position)
 
 
 def _bounded(text: Any, position: int, field: str) -> str:
     if not isinstance(text, str) or len(text) > TEXT_CHARACTERS_MAX:
-        raise errors.DocumentInvalid(f"document {position} has no bounded text in {field}")
+        raise errors.DOCUMENT_INVALID(f"document {position} has no bounded text in {field}")
     return text
 
 
@@ -141,7 +143,7 @@ def _score(score: Any, position: int) -> bytes:
     # Wider ones have no form in the records.
     if isinstance(score, int) and not isinstance(score, bool) and -(2**63) <= score < 2**64:
         return orjson.dumps(int(score))
-    raise errors.DocumentInvalid(
+    raise errors.DOCUMENT_INVALID(
         f"document {position} has a score that is no finite number of 64 bits"
     )
 

@@ -58,7 +58,7 @@ class PluginProvider:
 
     def __init__(self, spec: str, *, threads: int = THREADS) -> None:
         if not _SPEC.fullmatch(spec):
-            raise errors.ConfigError(
+            raise errors.CONFIG_INVALID(
                 f"retrieval.provider = {spec!r} cannot be used: it must be bm25, flashrag, or a "
                 "factory of your own as module:factory"
             )
@@ -107,7 +107,7 @@ class PluginProvider:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._threads.run(closing)
         except TimeoutError as error:
-            raise errors.ProviderFault(
+            raise errors.PROVIDER_FAULT(
                 f"{self.name}: close() took over {CLOSE_SECONDS:g} s and was left behind"
             ) from error
         finally:
@@ -164,7 +164,7 @@ class _Threads:
 
 
 def _closed() -> errors.ProviderFault:
-    return errors.ProviderFault("the retriever is closed; no search is taken any more")
+    return errors.PROVIDER_FAULT("the retriever is closed; no search is taken any more")
 
 
 def _carried(error: BaseException) -> Exception:
@@ -175,7 +175,7 @@ def _carried(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
         return error
-    fault = errors.ProviderFault(f"the retriever raised {type(error).__name__}")
+    fault = errors.PROVIDER_FAULT(f"the retriever raised {type(error).__name__}")
     fault.__cause__ = error
     return fault
 
@@ -211,7 +211,7 @@ def _made(spec: str) -> object:
 
 
 def _unusable(spec: str, why: str) -> errors.ConfigError:
-    return errors.ConfigError(f"retrieval.provider = {spec!r} cannot be used: {why}")
+    return errors.CONFIG_INVALID(f"retrieval.provider = {spec!r} cannot be used: {why}")
 
 
 def _said(error: BaseException) -> str:
@@ -223,7 +223,7 @@ def _said(error: BaseException) -> str:
 def _identity(value: object) -> dict[str, Any]:
     plain = _plain(value, "fingerprint()")
     if not isinstance(plain, dict):
-        raise errors.ProviderFault(
+        raise errors.PROVIDER_FAULT(
             f"fingerprint() answered a {type(value).__name__}, not a mapping"
         )
     return plain
@@ -239,7 +239,7 @@ def _plain(value: object, where: str) -> Any:
         return {key: _plain(inner, where) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, where) for inner in value]
-    raise errors.ProviderFault(f"{where} holds a {type(value).__name__}, which is no JSON value")
+    raise errors.PROVIDER_FAULT(f"{where} holds a {type(value).__name__}, which is no JSON value")
 
 
 def _documents(value: object) -> Any:

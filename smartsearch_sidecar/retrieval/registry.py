@@ -24,7 +24,7 @@ async def open_configured(config: Config, progress: Progress | None = None) -> P
 
         index = retrieval.bm25.index
         if index is None:
-            raise errors.ConfigError("retrieval.bm25.index is not set: name the index to serve")
+            raise errors.CONFIG_INVALID("retrieval.bm25.index is not set: name the index to serve")
         return await asyncio.to_thread(open_provider, index, progress)
     if retrieval.provider == "flashrag":
         from smartsearch_sidecar.retrieval.flashrag.provider import from_config

@@ -180,7 +180,7 @@ class _Batch:
     def _late(self) -> None:
         if self._unsent:
             self._fail(
-                errors.HelperTimeout(
+                errors.HELPER_TIMEOUT(
                     f"the deadline passed with {len(self._unsent)} helper calls not yet sent: "
                     "raise reward.deadline_seconds or reward.helper.concurrency, or send fewer rows"
                 )
@@ -221,7 +221,7 @@ class _Batch:
         """
         dispatch = self._dispatch
         if self._stopped:
-            unsent = errors.HelperNotSent("the batch had ended before the call was sent")
+            unsent = errors.HELPER_NOT_SENT("the batch had ended before the call was sent")
             await _receipt(self._failed(place, number, unsent))
             raise asyncio.CancelledError
         dispatch.in_flight += 1

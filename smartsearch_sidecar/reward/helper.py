@@ -120,14 +120,14 @@ class HelperClient:
         try:
             body = orjson.dumps(self._protocol.request(prompt, model=self.model, seed=seed))
         except TypeError as exc:  # the edge lets no such text in, see contract.py
-            raise errors.InvariantBroken("a prompt has no UTF-8 form") from exc
+            raise errors.INTERNAL_ERROR("a prompt has no UTF-8 form") from exc
         status, raw = await self._exchange("POST", self._protocol.path, body, self._until(deadline))
         if status != _OK:
             raise self._refused(status)
         answer = self._protocol.answer(raw, self.model)
         weights = (self._shown or {}).get("weight_version")
         if weights is not None and answer.weight_version not in {None, weights}:
-            raise errors.HelperIdentity(
+            raise errors.HELPER_IDENTITY(
                 f"the helper at {self.place} was given other weights while the run goes on: "
                 "start a new run with the weights it is to be judged by",
                 usage=answer.usage,
@@ -158,7 +158,7 @@ class HelperClient:
         if self._shown is None:
             self._shown = shown
         elif shown != self._shown:
-            raise errors.HelperIdentity(
+            raise errors.HELPER_IDENTITY(
                 f"the helper at {self.place} no longer says of itself what it said at first: "
                 "another server, or other weights, answer there now"
             )
@@ -179,13 +179,13 @@ class HelperClient:
         own = asyncio.get_running_loop().time() + self.timeout_seconds
         return own if deadline is None else min(own, deadline)
 
-    def _refused(self, status: int) -> errors.HelperStatus:
+    def _refused(self, status: int) -> errors.HelperFault:
         if 300 <= status < 400:
-            return errors.HelperRedirect(
+            return errors.HELPER_REDIRECT(
                 f"the helper at {self.place} answered with redirect {status}, not followed "
                 "because prompts hold answers: set reward.helper.url to where it leads"
             )
-        return errors.HelperStatus(
+        return errors.HELPER_STATUS(
             f"the helper at {self.place} answered {status} instead of 200: see its log "
             "(404: wrong reward.helper.kind, url or model; 400 or 500 from an SGLang that does not "
             "know sampling_seed: upgrade it, or use kind = completions)"
@@ -206,14 +206,14 @@ class HelperClient:
                 return await self._once(method, path, body, attempt)
         except TimeoutError:
             if attempt.connected:
-                raise errors.HelperTimeout(
+                raise errors.HELPER_TIMEOUT(
                     f"the helper at {self.place} did not answer in time: it hangs or has too much "
                     "to do (reward.helper.timeout_seconds, reward.helper.concurrency)"
                 ) from None
             raise self._unreachable("not in time") from None
 
     def _unreachable(self, why: str) -> errors.HelperUnreachable:
-        return errors.HelperUnreachable(
+        return errors.HELPER_UNREACHABLE(
             f"no connection to the helper at {self.place} ({why}): start it, or set "
             "reward.helper.url"
         )
@@ -241,11 +241,11 @@ class HelperClient:
             if not attempt.connected:
                 raise self._unreachable(type(exc).__name__) from exc
             if attempt.answered:
-                raise errors.HelperTruncated(
+                raise errors.HELPER_TRUNCATED(
                     f"the helper at {self.place} broke off in the middle of its answer "
                     f"({type(exc).__name__})"
                 ) from exc
-            raise errors.HelperTransport(
+            raise errors.HELPER_TRANSPORT(
                 f"the connection to the helper at {self.place} was lost after the call had been "
                 f"sent ({type(exc).__name__}); what it has cost is unknown, so it is not sent again"
             ) from exc
@@ -254,13 +254,13 @@ class HelperClient:
         declared = response.headers.get("Content-Type")
         if declared is not None and response.content_type != "application/json":
             response.close()
-            raise errors.HelperNotJson(
+            raise errors.HELPER_NOT_JSON(
                 f"{self.place} answered with another media type than application/json: "
                 "a proxy or a login page stands before the helper"
             )
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             response.close()
-            raise errors.HelperAnswerInvalid(
+            raise errors.HELPER_ANSWER_INVALID(
                 f"the helper at {self.place} compressed its answer although it was told not to"
             )
         chunks: list[bytes] = []
@@ -269,7 +269,7 @@ class HelperClient:
             size += len(chunk)
             if size > self._answer_bytes_max:
                 response.close()
-                raise errors.HelperAnswerInvalid(
+                raise errors.HELPER_ANSWER_INVALID(
                     f"the helper at {self.place} answered with more than "
                     f"{self._answer_bytes_max} bytes"
                 )
@@ -278,7 +278,7 @@ class HelperClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise errors.InvariantBroken("the helper was asked after its client had been closed")
+            raise errors.INTERNAL_ERROR("the helper was asked after its client had been closed")
         if self._session is None:
             trace = aiohttp.TraceConfig()
             trace.on_connection_create_end.append(_connected)

@@ -105,7 +105,7 @@ class AnswerDigests:
         if table[place : place + DIGEST_BYTES] == digest:
             return
         if self._count >= self._capacity:
-            raise errors.InvariantBroken(
+            raise errors.INTERNAL_ERROR(
                 f"more than {self._capacity} distinct answers were handed over; the digests of "
                 "answers are sized from execute.max_calls"
             )
@@ -183,7 +183,7 @@ def _response(solution_str: str) -> int:
             break
         place = solution_str.find(THINK, place + len(THINK))
     if place < 0:
-        raise errors.TemplateDiffers(
+        raise errors.TEMPLATE_DIFFERS(
             "the text of a rollout has no fourth <think>, where the response begins: the chat "
             "template differs from the pinned one"
         )

@@ -81,7 +81,7 @@ class References:
             if path is not None:
                 _declare(declared, split, path)
         if not declared:
-            raise errors.ReferencesError(
+            raise errors.REFERENCES_INVALID(
                 "no references are declared: set reward.references.train or .validation"
             )
         return cls(declared)
@@ -103,13 +103,13 @@ class References:
         question = user_question(solution_str)
         split, answers = self._declared.get(_composed(question), (None, None))
         if split is None:
-            raise errors.ReferenceMismatch(
+            raise errors.REFERENCE_MISMATCH(
                 "the question of a rollout is not among the declared references; train and "
                 "validate on the files named in [reward.references]"
             )
         given = (ground_truth,) if isinstance(ground_truth, str) else tuple(ground_truth)
         if tuple(map(_composed, given)) != answers:
-            raise errors.ReferenceMismatch(
+            raise errors.REFERENCE_MISMATCH(
                 f"the answers sent with a question of the {split} split are not its declared ones; "
                 f"reward.references.{split} must be the file the trainer reads"
             )
@@ -126,7 +126,7 @@ def user_question(solution_str: str) -> str:
     begin = start + len(TURN_START)
     end = solution_str.find(TURN_END, begin)
     if start < 0 or end < 0:
-        raise errors.NoUserTurn(
+        raise errors.NO_USER_TURN(
             "the text of a rollout has no user turn (<|im_start|>user ... <|im_end|>): the chat "
             "template differs from the pinned one, or special tokens were skipped in decoding"
         )
@@ -168,11 +168,11 @@ def _declare(declared: dict[str, tuple[Split, tuple[str, ...]]], split: Split, p
             bad.append(f"row {number}: {error}")
     if bad:
         more = f"; and {len(bad) - ROWS_NAMED_MAX} more" if len(bad) > ROWS_NAMED_MAX else ""
-        raise errors.ReferencesError(
+        raise errors.REFERENCES_INVALID(
             f"reward.references.{split} {path}: {'; '.join(bad[:ROWS_NAMED_MAX])}{more}"
         )
     if not found:
-        raise errors.ReferencesError(f"reward.references.{split} {path} has no rows")
+        raise errors.REFERENCES_INVALID(f"reward.references.{split} {path} has no rows")
 
 
 def _parse(row: object) -> tuple[str, tuple[str, ...]]:
@@ -224,7 +224,7 @@ def _rows(path: Path) -> Iterator[tuple[int, object]]:
             is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
         yield from _parquet(path) if is_parquet else _jsonl(path)
     except OSError as error:
-        raise errors.ReferencesError(
+        raise errors.REFERENCES_INVALID(
             f"the references {path} cannot be read ({error.strerror or error}): correct "
             "[reward.references], or the file's permissions"
         ) from error
@@ -246,7 +246,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
         arrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise errors.NotAvailable(
+        raise errors.NOT_AVAILABLE(
             f"the references {path} are a Parquet file and pyarrow is not installed: install "
             "smartsearch-sidecar[parquet], or name a JSONL file"
         ) from error
@@ -259,7 +259,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, object]]:
                     number += 1
                     yield number, row
     except (ValueError, arrow.ArrowException) as error:
-        raise errors.ReferencesError(
+        raise errors.REFERENCES_INVALID(
             f"the references {path} are a damaged Parquet file ({type(error).__name__} after "
             f"row {number})"
         ) from error

@@ -103,7 +103,7 @@ class Scorer:
         def replay(prompt: str) -> str:
             expected, text = next(left, (None, ""))
             if prompt != expected:
-                raise errors.PromptsDiffer(
+                raise errors.PROMPTS_DIFFER(
                     "the scorer's second pass asked another prompt than its first pass did at this "
                     "place; the source is not deterministic, score with reward.side_by_side = false"
                 )
@@ -112,7 +112,7 @@ class Scorer:
         value = self._run(replay, solution_str, ground_truth)
         unused = sum(1 for _ in left)
         if unused:
-            raise errors.PromptsDiffer(
+            raise errors.PROMPTS_DIFFER(
                 f"the scorer's second pass left {unused} of {len(answers)} prompts unasked; the "
                 "source is not deterministic, score with reward.side_by_side = false"
             )
@@ -200,14 +200,14 @@ def _functions(source: VerifiedSource) -> CodeType:
     try:
         tree = ast.parse(source.text, filename=str(source.path))
     except (SyntaxError, ValueError) as error:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"the scorer's source {source.path} is not Python this interpreter can compile "
             f"({type(error).__name__}, line {getattr(error, 'lineno', None)})"
         ) from error
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     missing = {ENTRY, TRANSPORT, EXTRACTION} - {node.name for node in found}
     if missing:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"the scorer's source {source.path} has no function {', '.join(sorted(missing))}; "
             "pin the trainer's re_call.py"
         )
@@ -223,7 +223,7 @@ def _call(source: VerifiedSource, function: Callable[..., Any], *arguments: obje
     try:
         return function(*arguments)
     except Exception as error:  # noqa: BLE001 - any failure of foreign code is one named failure
-        raise errors.ScorerFailed(
+        raise errors.SCORER_FAILED(
             f"the scorer raised {type(error).__name__} at line {_line(source, error)} of "
             f"{source.path.name}; no reward was made up"
         ) from None
@@ -245,7 +245,7 @@ def _refuse_reason(value: object) -> None:
     """
     if isinstance(value, tuple):
         reason = value[1] if len(value) > 1 and isinstance(value[1], str) else "no reason"
-        raise errors.TemplateDiffers(
+        raise errors.TEMPLATE_DIFFERS(
             f"the scorer cannot read this text ({reason[:80]}): the chat template differs from the "
             "pinned one, or special tokens were skipped in decoding"
         )
@@ -254,9 +254,9 @@ def _refuse_reason(value: object) -> None:
 def _reward(value: object) -> float:
     _refuse_reason(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise errors.ScorerFailed(
+        raise errors.SCORER_FAILED(
             f"the scorer returned {type(value).__name__}, not a number; no reward was made up"
         )
     if not -sys.float_info.max <= value <= sys.float_info.max:
-        raise errors.NonFiniteReward("the scorer returned a number that is not finite")
+        raise errors.NONFINITE_REWARD("the scorer returned a number that is not finite")
     return float(value)

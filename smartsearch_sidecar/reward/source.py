@@ -80,12 +80,12 @@ class VerifiedSource:
             _refuse_links(self.root, self.path)
             found = _digest(_read(self.path))
         except (OSError, errors.ScorerSourceError) as error:
-            raise errors.SourceChanged(
+            raise errors.SOURCE_CHANGED(
                 f"the scorer's source {self.path} can no longer be read "
                 f"({type(error).__name__}); leave it alone while a run is served"
             ) from error
         if found != self.sha256:
-            raise errors.SourceChanged(
+            raise errors.SOURCE_CHANGED(
                 f"the scorer's source {self.path} changed while the run was served: "
                 f"loaded with sha256 {self.sha256}, now {found}"
             )
@@ -98,7 +98,7 @@ class VerifiedSource:
         """
         run, root = run_directory.resolve(), self.root.resolve()
         if run.is_relative_to(root) or root.is_relative_to(run):
-            raise errors.RunDirectoryError(
+            raise errors.RUN_DIRECTORY(
                 f"the run directory {run} overlaps the scorer's source {root}; "
                 "choose one outside of it"
             )
@@ -115,19 +115,19 @@ def verify_checkout(checkout: Path, *, pin: Pin = PINNED) -> VerifiedSource:
         ScorerSourceError: it is not that; the sentence says what differs and what to do.
     """
     if checkout.is_symlink() or not checkout.is_dir():
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"reward.checkout {checkout} is not a directory (links are refused); "
             "name the root of the checkout itself"
         )
     root = checkout.resolve()
     git = _Git(root)
     if Path(git.run("rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"reward.checkout {root} is not the root of its work tree; name the root"
         )
     head = git.run("rev-parse", "--verify", "HEAD^{commit}").strip()
     if head != pin.commit:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"reward.checkout {root} is at commit {head}; check out {pin.commit}"
         )
     _refuse_changes(root, git)
@@ -146,7 +146,7 @@ def verify_file(source: Path, source_sha256: str) -> VerifiedSource:
         ScorerSourceError: no such file, a link, or another digest.
     """
     if not re.fullmatch(r"[0-9a-f]{64}", source_sha256):
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             "reward.source_sha256 must be 64 lower-case hex digits: the output of sha256sum"
         )
     path = source.parent.resolve() / source.name
@@ -159,13 +159,13 @@ def _load(path: Path, sha256: str) -> bytes:
     try:
         text = _read(path)
     except OSError as error:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"the scorer's source {path} cannot be read ({error.strerror}); it must be a regular "
             "file, not a link, readable by this user"
         ) from error
     found = _digest(text)
     if found != sha256:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"the scorer's source {path} has sha256 {found}, pinned is {sha256}; "
             "restore the pinned file"
         )
@@ -178,7 +178,7 @@ def _read(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > SOURCE_BYTES_MAX:
-            raise errors.ScorerSourceError(
+            raise errors.SCORER_SOURCE(
                 f"the scorer's source {path} is not a regular file of at most "
                 f"{SOURCE_BYTES_MAX} bytes"
             )
@@ -195,7 +195,7 @@ def _refuse_links(root: Path, path: Path) -> None:
     for part in path.relative_to(root).parts:
         step = step / part
         if step.is_symlink():
-            raise errors.ScorerSourceError(
+            raise errors.SCORER_SOURCE(
                 f"{step} is a symbolic link; the scorer's source must be the checkout's own file"
             )
 
@@ -205,7 +205,7 @@ def _refuse_changes(root: Path, git: _Git) -> None:
     options = ("--porcelain=v1", "-z", "-uall", "--no-renames", "--ignore-submodules=dirty")
     entries = [entry for entry in git.run("status", *options).split("\0") if entry]
     if entries:
-        raise errors.ScorerSourceError(
+        raise errors.SCORER_SOURCE(
             f"reward.checkout {root} is not clean: {len(entries)} changed or untracked files, "
             f"first {entries[0][3:]!r}; restore them, or list your own in .git/info/exclude"
         )
@@ -217,7 +217,7 @@ class _Git:
     def __init__(self, root: Path) -> None:
         found = shutil.which("git")
         if found is None:
-            raise errors.ScorerSourceError(
+            raise errors.SCORER_SOURCE(
                 "git is not installed, so reward.checkout cannot be verified; install it, or pin "
                 "the one file with reward.source and reward.source_sha256"
             )
@@ -236,7 +236,7 @@ class _Git:
         done = self._call(words)
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            raise errors.ScorerSourceError(
+            raise errors.SCORER_SOURCE(
                 f"git {words[0]} failed on reward.checkout {self._root}: "
                 f"{said[0] if said else f'exit {done.returncode}'}"
             )
@@ -254,7 +254,7 @@ class _Git:
             emptied.append(f"filter.{driver}.required=false")
         if any("=" in driver for driver in drivers):
             # "-c" ends a name at its first "=": such a filter could not be switched off.
-            raise errors.ScorerSourceError(
+            raise errors.SCORER_SOURCE(
                 f"the git configuration of reward.checkout {self._root} names a filter with '='; "
                 "remove it"
             )
@@ -278,7 +278,7 @@ class _Git:
                     check=False,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
-                raise errors.ScorerSourceError(
+                raise errors.SCORER_SOURCE(
                     f"git could not be run on reward.checkout {self._root} "
                     f"({type(error).__name__}); run git status there by hand"
                 ) from error

@@ -119,7 +119,7 @@ class SGLang:
         if model not in names:
             raise _another_model(model, names)
         if value.get("is_generation") is False:
-            raise errors.HelperIdentity(
+            raise errors.HELPER_IDENTITY(
                 "the helper serves an embedding model, which cannot judge a search"
             )
         return shown
@@ -151,7 +151,7 @@ class Completions:
             raise _another_model(model, {named} if isinstance(named, str) else set(), usage)
         choices = value.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise errors.HelperAnswerInvalid(
+            raise errors.HELPER_ANSWER_INVALID(
                 "the helper's answer does not hold exactly one choice", usage=usage
             )
         return _judge(
@@ -196,7 +196,7 @@ def address(url: str, path: str) -> tuple[str, str]:
         or parts.fragment
         or parts.username is not None
     ):
-        raise errors.ConfigError(
+        raise errors.CONFIG_INVALID(
             "reward.helper.url must be like http://127.0.0.1:9001, without user, query or fragment"
         )
     base = url.rstrip("/")
@@ -214,22 +214,22 @@ def _judge(
     *, text: Any, usage: Usage, finish: Any, model: str, weight_version: str | None = None
 ) -> HelperAnswer:
     if not isinstance(text, str) or not _encodable(text):
-        raise errors.HelperAnswerInvalid(
+        raise errors.HELPER_ANSWER_INVALID(
             "the helper's answer holds no text that can be written down", usage=usage
         )
     if finish not in FINISHED:
         named = finish if isinstance(finish, str) and len(finish) <= 40 else "none it names"
-        raise errors.HelperFinishReason(
+        raise errors.HELPER_FINISH_REASON(
             f"the helper finished for another reason than stop or length: {named!a}", usage=usage
         )
     if usage.output_tokens > MAX_NEW_TOKENS:
-        raise errors.HelperOverlong(
+        raise errors.HELPER_OVERLONG(
             f"the helper wrote {usage.output_tokens} tokens where {MAX_NEW_TOKENS} were allowed: "
             "what answers there does not keep to the limit it is given",
             usage=usage,
         )
     if not text.strip():
-        raise errors.HelperEmpty(
+        raise errors.HELPER_EMPTY(
             "the helper's text is empty, and an empty verdict would count as a correct round",
             usage=usage,
         )
@@ -242,7 +242,7 @@ def _usage(value: Any, where: str) -> Usage:
     counts = value if isinstance(value, dict) else {}
     usage = Usage(counts.get("prompt_tokens"), counts.get("completion_tokens"))  # type: ignore[arg-type]
     if any(type(count) is not int or count < 0 for count in usage):
-        raise errors.HelperUsageMissing(
+        raise errors.HELPER_USAGE_MISSING(
             f"the helper's answer does not count its tokens: {where} needs prompt_tokens and "
             "completion_tokens, or nobody can say what a call has cost"
         )
@@ -253,7 +253,7 @@ def _another_model(
     model: str, names: set[str], usage: Usage | None = None
 ) -> errors.HelperIdentity:
     serves = ", ".join(repr(name[:200]) for name in sorted(names)[:5]) or "no name at all"
-    return errors.HelperIdentity(
+    return errors.HELPER_IDENTITY(
         f"the helper serves {serves} where {model!r} is declared: "
         "set reward.helper.model to what it serves, or point reward.helper.url elsewhere",
         usage=usage,
@@ -267,9 +267,9 @@ def _object(raw: bytes, what: str) -> dict[str, Any]:
             raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
         )
     except (ValueError, RecursionError):
-        raise errors.HelperAnswerInvalid(f"{what} is not strict JSON in UTF-8") from None
+        raise errors.HELPER_ANSWER_INVALID(f"{what} is not strict JSON in UTF-8") from None
     if not isinstance(value, dict):
-        raise errors.HelperAnswerInvalid(f"{what} is JSON, but not an object")
+        raise errors.HELPER_ANSWER_INVALID(f"{what} is JSON, but not an object")
     return value
 
 

@@ -88,7 +88,7 @@ class Meter:
         Raises ``QuotaExhausted`` where waiting cannot help.
         """
         if self.model_attempts >= self.max_calls:
-            raise errors.QuotaExhausted(
+            raise errors.QUOTA_EXHAUSTED(
                 f"the split's {self.max_calls} helper calls ({self.section}.max_helper_calls) "
                 "are used up"
             )
@@ -96,7 +96,7 @@ class Meter:
             return Reservation(self.model_attempts + 1, self.cap)
         if self.unsettled:
             return WAIT
-        raise errors.QuotaExhausted(
+        raise errors.QUOTA_EXHAUSTED(
             f"another helper call may write {self.cap} tokens, and of the split's "
             f"{self.max_output_tokens} ({self.section}.max_output_tokens) "
             f"{self.committed_output_tokens} are spent or may have been"
@@ -105,7 +105,7 @@ class Meter:
     def admit_score(self) -> int:
         """The number the next score gets. Changes nothing. Raises ``QuotaExhausted``."""
         if self._scores_used_up():
-            raise errors.QuotaExhausted(
+            raise errors.QUOTA_EXHAUSTED(
                 f"the split's {self.max_scores} scores ({self.section}.max_scores) are used up"
             )
         return self.score_attempts + 1
@@ -154,11 +154,11 @@ class Meter:
     def on_requested(self, number: int) -> None:
         """``helper.requested``: call ``number`` is about to be sent."""
         if number != self.model_attempts + 1:
-            raise errors.InvariantBroken(
+            raise errors.INTERNAL_ERROR(
                 f"helper call {number} was requested after call {self.model_attempts}"
             )
         if not self._fits():
-            raise errors.InvariantBroken(
+            raise errors.INTERNAL_ERROR(
                 f"helper call {number} was requested although no quota was left for it"
             )
         self.model_attempts = number
@@ -178,7 +178,7 @@ class Meter:
         """
         if usage is not None:
             if not sent:
-                raise errors.InvariantBroken(f"helper call {number} was measured but never sent")
+                raise errors.INTERNAL_ERROR(f"helper call {number} was measured but never sent")
             self._measured(number, Usage(*usage))
             return
         self._close(number)
@@ -188,7 +188,7 @@ class Meter:
     def on_score_requested(self, number: int) -> None:
         """``reward.requested``: score ``number`` begins."""
         if number != self.score_attempts + 1 or self._scores_used_up():
-            raise errors.InvariantBroken(
+            raise errors.INTERNAL_ERROR(
                 f"score {number} was requested after score {self.score_attempts}, or over the quota"
             )
         self.score_attempts = number
@@ -216,9 +216,7 @@ class Meter:
 
     def _measured(self, number: int, usage: Usage) -> None:
         if any(type(count) is not int or count < 0 for count in usage):
-            raise errors.InvariantBroken(
-                f"helper call {number} has token counts that count nothing"
-            )
+            raise errors.INTERNAL_ERROR(f"helper call {number} has token counts that count nothing")
         self._close(number)
         self.model_responses += 1
         self.input_tokens += usage.input_tokens
@@ -227,10 +225,10 @@ class Meter:
 
     def _close(self, number: int) -> None:
         if number not in self.unsettled:
-            raise errors.InvariantBroken(f"helper call {number} was settled without being open")
+            raise errors.INTERNAL_ERROR(f"helper call {number} was settled without being open")
         self.unsettled.remove(number)
 
     def _close_score(self, number: int) -> None:
         if number not in self.scoring:
-            raise errors.InvariantBroken(f"score {number} was settled without being open")
+            raise errors.INTERNAL_ERROR(f"score {number} was settled without being open")
         self.scoring.remove(number)

@@ -94,7 +94,7 @@ def refuse_non_finite(value: Any, where: str = "data") -> None:
     kind = type(value)
     if kind is float:
         if not math.isfinite(value):
-            raise errors.InvariantBroken(f"{where} is not a finite number and cannot be recorded")
+            raise errors.INTERNAL_ERROR(f"{where} is not a finite number and cannot be recorded")
     elif kind is dict:
         for key, item in value.items():
             refuse_non_finite(item, f"{where}.{key}")
@@ -108,7 +108,7 @@ def encode_json(value: Any) -> bytes:
     try:
         encoded = orjson.dumps(value)
     except TypeError as exc:  # orjson's only refusal: not a JSON value, or text with no UTF-8 form
-        raise errors.InvariantBroken(f"a value cannot be recorded as JSON: {exc}") from None
+        raise errors.INTERNAL_ERROR(f"a value cannot be recorded as JSON: {exc}") from None
     if b"null" in encoded:  # what is not finite is written so: most values are spared the walk
         refuse_non_finite(value)
     return encoded
@@ -175,20 +175,20 @@ def decode_line(line: bytes, *, documents: bool = True) -> Line:
     body = line.removesuffix(b"\n")
     total = line_sum(body)
     if total is None:
-        raise errors.LedgerCorrupt("the line does not end in a sum that matches its bytes")
+        raise errors.LEDGER_CORRUPT("the line does not end in a sum that matches its bytes")
     try:
         value = orjson.loads(body if documents else _without_documents(body))
     except orjson.JSONDecodeError:
-        raise errors.LedgerCorrupt("the line is not JSON") from None
+        raise errors.LEDGER_CORRUPT("the line is not JSON") from None
     if type(value) is not dict or tuple(value) != _KEYS:
-        raise errors.LedgerCorrupt("the line does not hold exactly the keys of a record")
+        raise errors.LEDGER_CORRUPT("the line does not hold exactly the keys of a record")
     seq, at, prev, kind, number, data, _ = value.values()
     if type(seq) is not int or type(at) is not str or type(prev) is not str:
-        raise errors.LedgerCorrupt("seq, at or prev is of the wrong type")
+        raise errors.LEDGER_CORRUPT("seq, at or prev is of the wrong type")
     if type(kind) is not str or kind not in KINDS:
-        raise errors.LedgerCorrupt(f"unknown kind of record {kind!r:.80}")
+        raise errors.LEDGER_CORRUPT(f"unknown kind of record {kind!r:.80}")
     if not (number is None or type(number) is int) or type(data) is not dict:
-        raise errors.LedgerCorrupt("number or data is of the wrong type")
+        raise errors.LEDGER_CORRUPT("number or data is of the wrong type")
     return Line(seq, at, prev, total, Record(kind, number, data))
 
 

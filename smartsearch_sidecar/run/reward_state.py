@@ -72,12 +72,12 @@ class Scores:
         try:
             self._STEPS[record.kind](self, record)
         except errors.InvariantBroken as exc:
-            raise errors.LedgerCorrupt(exc.message) from None
+            raise errors.LEDGER_CORRUPT(exc.message) from None
 
     def _meter(self, record: Record) -> Meter:
         name = record.data["split"]
         if name not in self.splits:
-            raise errors.LedgerCorrupt(f"no split named {name!r:.40} was claimed")
+            raise errors.LEDGER_CORRUPT(f"no split named {name!r:.40} was claimed")
         return self.splits[name]
 
     def _requested(self, record: Record) -> None:
@@ -135,7 +135,7 @@ SCORE_ADMISSIONS: Final = frozenset({Kind.REWARD_REQUESTED.value, Kind.HELPER_RE
 
 def _number(record: Record) -> int:
     if record.number is None:
-        raise errors.LedgerCorrupt(f"a {record.kind} record has no number")
+        raise errors.LEDGER_CORRUPT(f"a {record.kind} record has no number")
     return record.number
 
 

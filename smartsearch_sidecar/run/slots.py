@@ -48,7 +48,7 @@ class Slots:
     async def _wait(self, deadline: float) -> None:
         if self.waiting >= self.waiting_max:
             self.refused += 1
-            raise errors.Busy(
+            raise errors.BUSY(
                 f"all {self.slots} slots are taken and the waiting room is full "
                 f"({self.waiting_max}): raise execute.waiting_max, or send less at once"
             )
@@ -62,7 +62,7 @@ class Slots:
                 self._waited(time.monotonic() - began)
         except TimeoutError:
             self.refused += 1
-            raise errors.Busy("the deadline passed while waiting for a slot") from None
+            raise errors.BUSY("the deadline passed while waiting for a slot") from None
         finally:
             self.waiting -= 1
             self._tell_idle()

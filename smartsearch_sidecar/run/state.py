@@ -106,7 +106,7 @@ class RunState:
     def refuse_closed(self) -> None:
         """Raises ``LatchClosed`` once the run has failed."""
         if self.closed:
-            raise errors.LatchClosed("the run has failed and answers nothing more")
+            raise errors.LATCH_CLOSED("the run has failed and answers nothing more")
 
     def admit_search(self) -> int:
         """The number the next search gets. Raises ``LatchClosed`` or ``QuotaExhausted``.
@@ -115,7 +115,7 @@ class RunState:
         """
         self.refuse_closed()
         if self.attempts >= self.max_calls:
-            raise errors.QuotaExhausted(
+            raise errors.QUOTA_EXHAUSTED(
                 f"the run's {self.max_calls} searches (execute.max_calls) are used up"
             )
         return self.attempts + 1
@@ -138,24 +138,24 @@ class RunState:
         """Applies one record. Raises ``LedgerCorrupt`` for one that cannot follow this state."""
         step = self._STEPS.get(record.kind)
         if step is None:
-            raise errors.LedgerCorrupt(f"no rule folds a {record.kind} record")
+            raise errors.LEDGER_CORRUPT(f"no rule folds a {record.kind} record")
         self.closed_cleanly = False
         try:
             step(self, record)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-            raise errors.LedgerCorrupt(
+            raise errors.LEDGER_CORRUPT(
                 f"a {record.kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
             ) from None
 
     def _require_open(self, record: Record) -> None:
         if self.closed:
-            raise errors.LedgerCorrupt(f"a {record.kind} record comes after the latch was closed")
+            raise errors.LEDGER_CORRUPT(f"a {record.kind} record comes after the latch was closed")
 
     def _require_counts(self, record: Record, stated: Mapping[str, Any]) -> None:
         """A record that states the usage states ours; one of a later version may state more."""
         for name, own in self.usage().items():
             if stated.get(name, own) != own:
-                raise errors.LedgerCorrupt(
+                raise errors.LEDGER_CORRUPT(
                     f"a {record.kind} record states {name} {stated[name]!r:.40}, "
                     f"the records before it {own}"
                 )
@@ -175,11 +175,11 @@ class RunState:
     def _requested(self, record: Record) -> None:
         self._require_open(record)
         if self.attempts >= self.max_calls:
-            raise errors.LedgerCorrupt(
+            raise errors.LEDGER_CORRUPT(
                 f"search {record.number} was admitted over the quota of {self.max_calls}"
             )
         if record.number != self.attempts + 1:
-            raise errors.LedgerCorrupt(
+            raise errors.LEDGER_CORRUPT(
                 f"search {record.number} was admitted after search {self.attempts}"
             )
         self.attempts = record.number
@@ -187,7 +187,7 @@ class RunState:
 
     def _settle(self, record: Record) -> None:
         if record.number is None or record.number not in self.searching:
-            raise errors.LedgerCorrupt(f"search {record.number} was settled without being open")
+            raise errors.LEDGER_CORRUPT(f"search {record.number} was settled without being open")
         self.searching.remove(record.number)
 
     def _answered(self, record: Record) -> None:
@@ -203,7 +203,7 @@ class RunState:
     def _declined(self, record: Record) -> None:
         self._require_open(record)
         if record.number != self.declined + 1:
-            raise errors.LedgerCorrupt(
+            raise errors.LEDGER_CORRUPT(
                 f"declined query {record.number} came after declined query {self.declined}"
             )
         self.declined = record.number
@@ -211,7 +211,9 @@ class RunState:
 
     def _lost(self, record: Record) -> None:
         if record.number is not None and not 0 < record.number <= self.attempts:
-            raise errors.LedgerCorrupt(f"an answer to search {record.number} was never to be given")
+            raise errors.LEDGER_CORRUPT(
+                f"an answer to search {record.number} was never to be given"
+            )
         self.lost += 1
 
     def _scored(self, record: Record) -> None:
@@ -221,7 +223,7 @@ class RunState:
 
     def _latched(self, record: Record) -> None:
         if self.closed:
-            raise errors.LedgerCorrupt("the latch was closed twice")
+            raise errors.LEDGER_CORRUPT("the latch was closed twice")
         self.phase = Phase.CLOSED
         self.cause = Cause.from_data(record.data)
 
@@ -229,7 +231,7 @@ class RunState:
         if record.kind == Kind.CHECKPOINT_ACCEPTED:
             self._require_open(record)
             if not self.settled:
-                raise errors.LedgerCorrupt("a checkpoint was accepted while work was unsettled")
+                raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
             self._require_counts(record, record.data.get("usage", {}))
             self.checkpoints_accepted += 1
             self.checkpoint_steps[int(record.data["step"])] += 1

@@ -177,7 +177,7 @@ T = TypeVar("T")
 
 def _needed(value: T | None, key: str) -> T:
     if value is None:
-        raise errors.ConfigError(f"{key} is not set, and rewards need it (reward.enabled)")
+        raise errors.CONFIG_INVALID(f"{key} is not set, and rewards need it (reward.enabled)")
     return value
 
 

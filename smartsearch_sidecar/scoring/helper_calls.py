@@ -109,7 +109,7 @@ class MeteredCalls:
             "code": fault.code if fault else "internal_error",
             "detail": fault.message if fault else type(exc).__name__,
             "usage": list(fault.usage) if fault and fault.usage else None,
-            "sent": not isinstance(exc, errors.HelperNotSent),
+            "sent": not errors.HELPER_NOT_SENT.matches(exc),
         }
         self._settle(row, Kind.HELPER_FAILED, number, data)
 

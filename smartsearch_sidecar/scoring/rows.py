@@ -73,7 +73,7 @@ class Preparation:
     def _row(self, item: RewardItem) -> Row:
         size = len(item.solution_str.encode())
         if size > self._policy.max_input_bytes:
-            raise errors.SolutionTooLong(
+            raise errors.SOLUTION_TOO_LONG(
                 f"a rollout of {size} bytes is over reward.max_input_bytes "
                 f"({self._policy.max_input_bytes})"
             )
@@ -82,7 +82,7 @@ class Preparation:
         if self._policy.judge_provenance:
             judgement = self._answers.judge(item.solution_str)
             if judgement.broken and self._policy.enforce_provenance:
-                raise errors.ProvenanceBroken(
+                raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
                     "no answer of this run: the rollout met an error that never reached us (a "
                     "proxy, a timeout, a refused connection)"

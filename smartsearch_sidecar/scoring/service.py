@@ -155,7 +155,7 @@ class Scoring:
             async with asyncio.timeout_at(deadline):
                 return await asyncio.shield(flight)
         except TimeoutError:
-            raise errors.RewardDeadline(
+            raise errors.REWARD_DEADLINE(
                 "the deadline passed while the same rollout was being scored for another request"
             ) from None
 
@@ -165,7 +165,7 @@ class Scoring:
         for split, meter in self.scores.splits.items():
             wanted = sum(row.split == split for row in rows)
             if meter.max_scores is not None and meter.score_attempts + wanted > meter.max_scores:
-                raise errors.QuotaExhausted(
+                raise errors.QUOTA_EXHAUSTED(
                     f"{wanted} more scores do not fit into {meter.section}.max_scores "
                     f"({meter.max_scores}, {meter.score_attempts} used)"
                 )
@@ -245,7 +245,7 @@ class Scoring:
                 flight.set_result(Score(row.split, row.number, row.reward))
         share = self.scores.unparsed_share
         if share > self.policy.unparsed_share_max:
-            raise errors.VerdictsUnparsed(
+            raise errors.VERDICTS_UNPARSED(
                 f"{share:.0%} of the last verdicts were neither 0 nor 1, above "
                 f"reward.unparsed_share_max ({self.policy.unparsed_share_max:g}): the pinned "
                 "scorer counts each of them as correct; look at what the helper writes"
@@ -278,20 +278,15 @@ class Scoring:
 def as_reward_failure(exc: BaseException) -> errors.SidecarError:
     """The failure under the name it has on this route.
 
-    Edge and overload causes get a ``reward_`` of their own, so that the latch says whose request it
-    was; what is not named at all is a broken promise of ours.
+    Edge and overload failures have a row of their own here, so that the latch says whose request it
+    was; an exception without a row is a broken promise of ours.
     """
-    if isinstance(exc, errors.LatchClosed):
-        return errors.RewardLatched(exc.message)
-    if isinstance(exc, errors.Busy | errors.EdgeRefusal | errors.InvalidRequest):
-        if exc.cause is not None and not exc.cause.startswith(("reward_", "invalid_reward_")):
-            exc.cause = f"reward_{exc.cause}"
-        return exc
     if isinstance(exc, errors.SidecarError):
-        return exc
+        row = exc.failure.as_reward
+        return exc if row is None else row(exc.message)
     if isinstance(exc, asyncio.CancelledError):
-        return errors.RewardCancelled("the daemon stopped before the score was finished")
-    return errors.InvariantBroken(f"a score ended in {type(exc).__name__}")
+        return errors.REWARD_CANCELLED("the daemon stopped before the score was finished")
+    return errors.INTERNAL_ERROR(f"a score ended in {type(exc).__name__}")
 
 
 def _retrieved(flight: asyncio.Future[Score]) -> None:

@@ -161,7 +161,7 @@ class Service:
             try:
                 if gone():
                     self.undelivered(None, "gone while waiting")
-                    raise errors.ClientGone("the client left while it waited for a slot")
+                    raise errors.CLIENT_GONE("the client left while it waited for a slot")
                 answer = await work(deadline)
             finally:
                 self.slots.give()
@@ -171,7 +171,7 @@ class Service:
         except errors.SidecarError as exc:
             # A search that was shared raises one and the same in each request: each is a refusal.
             # A lost client was counted where it was noticed.
-            exc.counted = isinstance(exc, errors.ClientGone)
+            exc.counted = errors.CLIENT_GONE.matches(exc)
             await self.recorder.refuse(exc)
             raise
 
@@ -181,7 +181,7 @@ class Service:
         try:
             await run_until_deadline(deadline, self.retrieval.guard.check_identity())
         except TimeoutError:
-            raise errors.DeadlinePassed(
+            raise errors.DEADLINE_PASSED(
                 "the provider had not said what it serves at the deadline"
             ) from None
         except asyncio.CancelledError:
@@ -215,7 +215,7 @@ class Service:
         self.writer.post(self.recorder.fold(Kind.RETRIEVAL_REQUESTED, number, data))
         try:
             if problem is not None:
-                raise errors.TaggedQuery("the query carries a protocol tag")
+                raise errors.QUERY_TAGGED("the query carries a protocol tag")
             loop = asyncio.get_running_loop()
             began = loop.time()
             found, outcome = await self.retrieval.find(query.strip(), deadline, top_n)
@@ -228,12 +228,12 @@ class Service:
                 fault = _cancelled_itself()
                 self._settle_failed(number, fault)
                 raise fault from None
-            self._settle_failed(number, errors.RequestCancelled("the search was cancelled"))
+            self._settle_failed(number, errors.REQUEST_CANCELLED("the search was cancelled"))
             self.undelivered(number, "cancelled during the search")
             raise
         except BaseException as exc:
             self._settle_failed(
-                number, errors.InvariantBroken(f"a search ended in {type(exc).__name__}")
+                number, errors.INTERNAL_ERROR(f"a search ended in {type(exc).__name__}")
             )
             raise
 
@@ -278,11 +278,11 @@ def _being_cancelled() -> bool:
 
 
 def _cancelled_itself() -> errors.ProviderFault:
-    return errors.ProviderFault("the provider cancelled what it was asked for")
+    return errors.PROVIDER_FAULT("the provider cancelled what it was asked for")
 
 
 def refuse_as_reference(problem: QueryProblem) -> None:
     """Raises what the reference answers for a query of this kind; a tag is admitted first."""
-    cause = reference_refusal(problem)
-    if cause is not None:
-        raise errors.QueryRefused(f"the query is not searched: {problem.value}", cause=cause)
+    refusal = reference_refusal(problem)
+    if refusal is not None:
+        raise refusal(f"the query is not searched: {problem.value}")

@@ -24,11 +24,11 @@ from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.other_clients import SearchRoutes
 from smartsearch_sidecar.web.routes import (
-    STATUS,
     Capabilities,
     declared_length,
     error_payload,
     require_json,
+    status_of,
 )
 
 if TYPE_CHECKING:
@@ -100,19 +100,19 @@ class App:
         """Bytes the parser refused; only those of our own client touch the run."""
         self.observer.requests["unknown", "bad_message"] += 1
         if authenticated:
-            self._close(errors.BadMessage(f"bytes that are not HTTP ({reason})"))
+            self._close(errors.BAD_MESSAGE(f"bytes that are not HTTP ({reason})"))
 
     def overflow(self) -> None:
         """A connection over ``server.connections_max`` was refused: every one that is open carries
         our capability or awaits an answer, so the one refused was a rollout's or the trainer's.
         """
         self._log.error("connections_max reached; a connection was refused")
-        self._close(errors.Busy("server.connections_max was reached and a connection refused"))
+        self._close(errors.BUSY("server.connections_max was reached and a connection refused"))
 
     def crashed(self, exc: BaseException) -> None:
         """A handler broke; the run is over, because nobody knows what was answered."""
         self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
-        self._close(errors.InvariantBroken(f"a handler ended in {type(exc).__name__}"))
+        self._close(errors.INTERNAL_ERROR(f"a handler ended in {type(exc).__name__}"))
 
     def _close(self, exc: errors.SidecarError) -> None:
         if exc.cause is None:
@@ -137,11 +137,11 @@ class App:
             if target.internal:
                 return await self._internal.dispatch(request, target)
             if request.method != "POST":
-                raise errors.MethodNotAllowed("rollouts post")
+                raise errors.METHOD_NOT_ALLOWED("rollouts post")
             (segment,) = target.segments
             if self._searches.serves(segment):
                 return await self._searches.answer(request, segment)
-            raise errors.NotFound("a rollout asked for a route that is not served")
+            raise errors.NOT_FOUND("a rollout asked for a route that is not served")
         except errors.SidecarError as exc:
             return await self._refused(request, exc)
 
@@ -154,7 +154,7 @@ class App:
         """The second listener's routes: ``/livez`` and ``/readyz`` alone."""
         if request.raw_target in PROBES:
             return self._probe(request, request.raw_target)
-        return self._error(request, errors.Unauthorized("only probes are served here"))
+        return self._error(request, errors.UNAUTHORIZED("only probes are served here"))
 
     async def _execute(self, request: EdgeRequest) -> Reply:
         try:
@@ -193,9 +193,9 @@ class App:
             async with asyncio.timeout_at(request.began + self._deadline_seconds):
                 await self._ready.wait()
         except TimeoutError:
-            raise errors.Busy("the index was still loading at the request's deadline") from None
+            raise errors.BUSY("the index was still loading at the request's deadline") from None
         if self._service is None:
-            raise errors.InvariantBroken("ready without a service")
+            raise errors.INTERNAL_ERROR("ready without a service")
         return self._service
 
     async def _refused(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
@@ -221,9 +221,7 @@ class App:
     def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
         self.observer.requests[self._route(request.raw_target), exc.code] += 1
         # Who holds the internal capability is told what is wrong: those sentences are constant.
-        own = isinstance(exc, errors.OperatorRequest | errors.NoSuchPage)
-        said = exc.message if own else None
-        return request.refuse(STATUS[exc.code], error_payload(exc.code, said))
+        return request.refuse(status_of(exc), error_payload(exc))
 
     def _route(self, raw: str) -> str:
         """What a refused request asked for, as one of few words."""
@@ -239,7 +237,7 @@ class App:
 
     def _probe(self, request: EdgeRequest, raw: str) -> Reply:
         if request.method != "GET":
-            return self._error(request, errors.MethodNotAllowed("probes are read"))
+            return self._error(request, errors.METHOD_NOT_ALLOWED("probes are read"))
         if raw == "/livez":
             return _json(request, 200, {"status": "alive"})
         ready = self._service is not None and not self._service.state.closed

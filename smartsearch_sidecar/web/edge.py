@@ -39,7 +39,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError, _ErrInfo
 from yarl import URL
 
-from smartsearch_sidecar.errors import InvalidBody, InvariantBroken, NotAvailable
+from smartsearch_sidecar import errors
 
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
@@ -139,7 +139,7 @@ def response_head(
     """
     more = "".join(f"{name}: {value}\r\n" for name, value in extra.items()) if extra else ""
     if more and not more.replace("\r\n", "", len(extra or ())).isprintable():
-        raise InvariantBroken("A header of an answer holds a control character.")
+        raise errors.INTERNAL_ERROR("A header of an answer holds a control character.")
     return b"%b%d%b%b%b" % (
         _opening(status, content_type),
         length,
@@ -237,11 +237,15 @@ class EdgeRequest(web.BaseRequest):
                 async with asyncio.timeout(seconds):
                     data = await payload.read()
         except TimeoutError:
-            raise InvalidBody(f"The body did not arrive within {seconds:g} seconds.") from None
+            raise errors.INVALID_BODY(
+                f"The body did not arrive within {seconds:g} seconds."
+            ) from None
         except (OSError, RequestPayloadError):
-            raise InvalidBody("The client left before its body was whole.") from None
+            raise errors.INVALID_BODY("The client left before its body was whole.") from None
         if len(data) != length:
-            raise InvalidBody(f"The body is {len(data)} bytes, its declared length is {length}.")
+            raise errors.INVALID_BODY(
+                f"The body is {len(data)} bytes, its declared length is {length}."
+            )
         return data
 
     def deliver(
@@ -254,7 +258,7 @@ class EdgeRequest(web.BaseRequest):
         answer too large for the socket is sent while the handler's caller waits, not the handler.
         """
         if self.delivered:
-            raise InvariantBroken(_HANDED_OVER)
+            raise errors.INTERNAL_ERROR(_HANDED_OVER)
         self.delivered = True
         edge = self._edge
         if edge.closing() or (on_lost is not None and edge.polled()):
@@ -346,7 +350,7 @@ class Edge(RequestHandler):
         """Serve the connection's requests one after the other; counted until it has ended."""
         server, task = self.server, asyncio.current_task()
         if task is None:
-            raise InvariantBroken("A connection is served outside a task.")
+            raise errors.INTERNAL_ERROR("A connection is served outside a task.")
         server.tasks.add(task)
         try:
             if not self._force_close:  # else it was lost before this first step
@@ -549,7 +553,9 @@ class Edge(RequestHandler):
                 resp, web.HTTPException
             )
             if request.delivered or not stream:
-                raise InvariantBroken(f"A handler ended with {type(resp).__name__}, no answer.")
+                raise errors.INTERNAL_ERROR(
+                    f"A handler ended with {type(resp).__name__}, no answer."
+                )
             return await super().finish_response(request, resp, start_time)
         except ConnectionError:
             return resp, True
@@ -570,7 +576,9 @@ class Edge(RequestHandler):
         begun = edge_request.delivered or request.writer.output_size > 0
         parsing = status == 400
         if not parsing:
-            exc = exc or sys.exc_info()[1] or InvariantBroken(f"aiohttp gave up with {status}.")
+            exc = (
+                exc or sys.exc_info()[1] or errors.INTERNAL_ERROR(f"aiohttp gave up with {status}.")
+            )
             viewer_left = begun and self.closing() and isinstance(exc, ConnectionError)
             if not viewer_left:
                 self.server.observer.crashed(exc)
@@ -587,7 +595,7 @@ class Edge(RequestHandler):
         """Hand to the observer what aiohttp would log."""
         exc = kw.get("exc_info")
         if not isinstance(exc, BaseException):
-            exc = InvariantBroken("aiohttp reported a failure without its exception.")
+            exc = errors.INTERNAL_ERROR("aiohttp reported a failure without its exception.")
         self.server.observer.crashed(exc)
 
 
@@ -596,17 +604,19 @@ def check_runtime(
 ) -> None:
     """Raise NotAvailable where what this file leans on is not what it was tested with."""
     if version not in TESTED_AIOHTTP:
-        raise NotAvailable(
+        raise errors.NOT_AVAILABLE(
             f"aiohttp {version} is installed, this package was tested with "
             f"{', '.join(TESTED_AIOHTTP)}: install that version."
         )
     if parser != C_PARSER:
-        raise NotAvailable(
+        raise errors.NOT_AVAILABLE(
             "aiohttp runs without its C parser, which takes fewer malformed requests: unset "
             "AIOHTTP_NO_EXTENSIONS, or install aiohttp from a wheel."
         )
     if not hasattr(select, "POLLRDHUP") or not hasattr(socket, "TCP_USER_TIMEOUT"):
-        raise NotAvailable("This system cannot tell that a client has left: serve on Linux.")
+        raise errors.NOT_AVAILABLE(
+            "This system cannot tell that a client has left: serve on Linux."
+        )
 
 
 Handler = Callable[[EdgeRequest], Awaitable[Reply | web.StreamResponse]]
@@ -633,7 +643,7 @@ class EdgeServer(web.Server):
     ) -> None:
         check_runtime()
         if not capability_marker or min(keepalive_seconds, connections_max, stall_seconds) <= 0:
-            raise InvariantBroken(
+            raise errors.INTERNAL_ERROR(
                 "The edge needs a capability_marker, and bounds that are over zero."
             )
         super().__init__(

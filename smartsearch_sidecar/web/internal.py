@@ -65,16 +65,16 @@ class InternalRoutes:
         page = self._operator.pages.get(target.segments)
         if page is not None:
             if request.method != "GET":
-                raise errors.MethodNotAllowed("pages are read")
+                raise errors.METHOD_NOT_ALLOWED("pages are read")
             shown = await page(request, target.query)
             self._operator.count(self.route(target), "ok")
             return shown
         methods = self._routes.get(target.segments)
         if methods is None:
-            raise errors.NoSuchPage("no internal route of this name")
+            raise errors.NO_SUCH_PAGE("no internal route of this name")
         handler = methods.get(request.method)
         if handler is None:
-            raise errors.MethodNotAllowed("not with this method")
+            raise errors.METHOD_NOT_ALLOWED("not with this method")
         status, value = await handler(request, target)
         outcome = "ok" if status < 400 else f"status_{status}"
         self._operator.count(self.route(target), outcome)
@@ -88,7 +88,7 @@ class InternalRoutes:
 
     def _need_service(self) -> Service:
         if self.service is None:
-            raise errors.NotReady("the index is still loading")
+            raise errors.NOT_READY("the index is still loading")
         return self.service
 
     # --- the gate and the operator ----------------------------------------------------------------
@@ -110,7 +110,7 @@ class InternalRoutes:
         value = await self._operator_json(request)
         reason = value.get("reason") if isinstance(value, dict) else None
         if not isinstance(reason, str) or not reason.strip():
-            raise errors.OperatorRequest('send {"reason": "why"}')
+            raise errors.OPERATOR_REQUEST('send {"reason": "why"}')
         service.recorder.close_latch("operator", detail=reason)
         await service.recorder.latch_durable()
         return 200, self._report(service)
@@ -134,7 +134,7 @@ class InternalRoutes:
         try:
             return orjson.loads(await self._read_body(request, OPERATOR_BYTES_MAX))
         except (errors.EdgeRefusal, orjson.JSONDecodeError):
-            raise errors.OperatorRequest(
+            raise errors.OPERATOR_REQUEST(
                 "send one JSON object, declared as application/json, with its Content-Length"
             ) from None
 
@@ -143,7 +143,7 @@ class InternalRoutes:
     def _need_scoring(self) -> Scoring:
         self._need_service()
         if self.scoring is None:
-            raise errors.NoSuchPage("rewards are off: set reward.enabled")
+            raise errors.NO_SUCH_PAGE("rewards are off: set reward.enabled")
         return self.scoring
 
     async def _reward(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
@@ -188,7 +188,7 @@ def _settle_seconds(query: str, absent: float = 0.0) -> float:
     except ValueError:
         seconds = -1.0
     if name != "settle" or not 0 <= seconds <= SETTLE_SECONDS_MAX:
-        raise errors.OperatorRequest(
+        raise errors.OPERATOR_REQUEST(
             f"settle must be a number of seconds from 0 to {SETTLE_SECONDS_MAX:g}"
         )
     return seconds

@@ -17,11 +17,11 @@ import orjson
 from aiohttp import web
 
 from smartsearch_sidecar import __version__, errors
+from smartsearch_sidecar.errors import GOING_ON, remedy
 from smartsearch_sidecar.ledger.describe import printable
 from smartsearch_sidecar.ledger.recorded_queries import readable_query
 from smartsearch_sidecar.ledger.recorder import utf8_safe
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
-from smartsearch_sidecar.remedies import GOING_ON, remedy
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.exposition import Sources, exposition
 from smartsearch_sidecar.web.history import COLUMNS, TICK_SECONDS, History, Snapshot
@@ -185,18 +185,20 @@ class OperatorRoutes:
         self._need()
         name, _, value = query.partition("=")
         if name != "serial" or not (value.isascii() and value.isdigit() and len(value) < 16):
-            raise errors.OperatorRequest("name one request: recent?serial=NUMBER")
+            raise errors.OPERATOR_REQUEST("name one request: recent?serial=NUMBER")
         for one in self._kept:
             if one.serial == int(value):
                 head = orjson.dumps({**_listed(one), "query": _query(one)})
                 body = head[:-1] + b',"documents":' + (one.documents_json or b"null") + b"}"
                 return _deliver(request, body, "application/json")
-        raise errors.NoSuchPage("this request is no longer among the last ones; the ledger has it")
+        raise errors.NO_SUCH_PAGE(
+            "this request is no longer among the last ones; the ledger has it"
+        )
 
     async def _events(self, request: EdgeRequest, query: str) -> web.StreamResponse:
         sources = self._need()
         if len(self.viewers) >= VIEWERS_MAX or self._closing.is_set():
-            raise errors.TooManyViewers(f"{VIEWERS_MAX} pages are open already")
+            raise errors.TOO_MANY_VIEWERS(f"{VIEWERS_MAX} pages are open already")
         viewer = asyncio.Event()
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         self.viewers.add(viewer)
@@ -236,7 +238,7 @@ class OperatorRoutes:
 
     def _need(self) -> Sources:
         if self._sources is None:
-            raise errors.NotReady("the index is still loading")
+            raise errors.NOT_READY("the index is still loading")
         return self._sources
 
 

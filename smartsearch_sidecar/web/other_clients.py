@@ -23,7 +23,7 @@ from smartsearch_sidecar.contract.other_clients import (
 from smartsearch_sidecar.search.batch import search_many
 from smartsearch_sidecar.search.service import Answer, Service
 from smartsearch_sidecar.web.edge import EdgeRequest, Reply
-from smartsearch_sidecar.web.routes import STATUS, error_payload
+from smartsearch_sidecar.web.routes import error_payload, status_of
 
 PARSE_ON_LOOP_BYTES_MAX: Final = 65_536  # strict parsing of more would hold the loop for long
 TOP_N: Final = 5  # of `/search`: the number in the dataset's environment
@@ -83,7 +83,7 @@ class SearchRoutes:
         return self._hand_over(request, service, answer)
 
     def _error(self, request: EdgeRequest, exc: errors.SidecarError, form: Form | None) -> Reply:
-        payload = error_payload(exc.code)
+        payload = error_payload(exc)
         if form is not None and form.surfaces:
             return request.refuse(200, render_failure(payload))
-        return request.refuse(STATUS[exc.code], payload)
+        return request.refuse(status_of(exc), payload)

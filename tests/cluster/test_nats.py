@@ -16,12 +16,12 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Bus, Entry, Linked
 from smartsearch_sidecar.cluster.nats.bus import NatsBus, connect
 from smartsearch_sidecar.cluster.nats.connection import TASKS, TRANSPORT, WRITER
 from smartsearch_sidecar.cluster.nats.streams import api
 from smartsearch_sidecar.config import Cluster
-from smartsearch_sidecar.errors import ClusterRefused, ClusterUnreachable, InvariantBroken
 from tests.fakes.bus import Ground
 from tests.fakes.nats_cluster import NatsCluster, NatsServer, Way, nats_cluster
 
@@ -305,7 +305,7 @@ async def test_all_gone_and_back(place: Place) -> None:
         a.ask(b"?", answers=1, seconds=0.3),
     ]
     failed = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(each) for each in failed] == [ClusterUnreachable] * len(calls)
+    assert [type(each) for each in failed] == [errors.ClusterUnreachable] * len(calls)
     await until(lambda: not a.connected)
 
     place.start()
@@ -330,9 +330,9 @@ async def test_closing(place: Place) -> None:
     await a.close()
     assert not a.connected
     await b.put("state.b", b"1")
-    with pytest.raises(ClusterUnreachable):
+    with pytest.raises(errors.ClusterUnreachable):
         await a.get("state.b")
-    with pytest.raises(ClusterUnreachable):
+    with pytest.raises(errors.ClusterUnreachable):
         await a.ask(b"?", answers=1, seconds=UNTIL_SECONDS)
     place.stop()
     await until(lambda: not b.connected)
@@ -363,13 +363,13 @@ async def test_what_is_not_ours_is_refused(run: OnNats) -> None:
     name = f"KV_smartsearch-{run.run_id}"
     config = {"name": name, "subjects": ["other"], "storage": "memory"}
     await api(session, f"$JS.API.STREAM.CREATE.{name}", config)
-    with pytest.raises(ClusterRefused, match=r"run_id"):
+    with pytest.raises(errors.ClusterRefused, match=r"run_id"):
         await run.bus()
 
 
 async def test_nobody_listens() -> None:
     """Where no server is, connecting fails within its bound and says where it looked."""
-    with pytest.raises(ClusterUnreachable, match=r"127\.0\.0\.1:1\b.*cluster\.nats_url"):
+    with pytest.raises(errors.ClusterUnreachable, match=r"127\.0\.0\.1:1\b.*cluster\.nats_url"):
         await connect(settings("nats://127.0.0.1:1"), "r", linked=nobody, seconds=0.5)
 
 
@@ -379,7 +379,7 @@ async def test_a_wrong_password(
     """A server that refuses the password is named, the password is not, and nothing is printed."""
     caplog.set_level(logging.DEBUG)
     url = run.servers.url.replace("hunter2", "hunter3")
-    with pytest.raises(ClusterUnreachable) as caught:
+    with pytest.raises(errors.ClusterUnreachable) as caught:
         await connect(settings(url), "r", linked=nobody, seconds=0.5)
     assert "refused the user, password or token" in caught.value.message
     said = "".join(capfd.readouterr())
@@ -415,14 +415,14 @@ async def test_a_key_has_no_wildcard(run: OnNats) -> None:
     """A key that would mean several to NATS never reaches it."""
     bus = await run.bus()
     for key in ("", "a.*", "a.>", "a b", ".a", "a..b"):
-        with pytest.raises(InvariantBroken):
+        with pytest.raises(errors.InvariantBroken):
             await bus.put(key, b"")
 
 
 async def test_a_value_too_large(run: OnNats) -> None:
     """More bytes than a server takes is our own mistake, not the servers'."""
     bus = await run.bus()
-    with pytest.raises(InvariantBroken, match=r"2000000 bytes"):
+    with pytest.raises(errors.InvariantBroken, match=r"2000000 bytes"):
         await bus.put("state.a", bytes(2_000_000))
     assert bus.connected
 
@@ -451,7 +451,7 @@ async def test_a_frozen_server(one: NatsCluster) -> None:
         one.freeze()
         try:
             await until(lambda: not bus.connected and not idle.connected)
-            with pytest.raises(ClusterUnreachable):
+            with pytest.raises(errors.ClusterUnreachable):
                 await bus.publish(b"")
         finally:
             one.thaw()
@@ -475,7 +475,7 @@ async def test_a_run_made_anew(one: NatsCluster) -> None:
         one.start()
         await until(lambda: not bus.connected)
         await until(lambda: other.connected)
-        with pytest.raises(ClusterUnreachable, match=r"made anew"):
+        with pytest.raises(errors.ClusterUnreachable, match=r"made anew"):
             await bus.create("quota", b"all over again")
         assert await other.get("quota") is None
 
@@ -636,7 +636,7 @@ class Traffic:
             try:
                 self.kept.append(await self.bus.publish(b"%d" % number))
                 await self.bus.put("state.x", b"%d" % number)
-            except ClusterUnreachable as exc:
+            except errors.ClusterUnreachable as exc:
                 self.failed.append(exc.message)
 
     async def follow(self, bus: NatsBus) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
-from smartsearch_sidecar.remedies import GOING_ON, remedy
+from smartsearch_sidecar.errors import GOING_ON, remedy
 from tests.fakes.process import running
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import Served, served

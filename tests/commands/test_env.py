@@ -217,8 +217,8 @@ def test_parquet_without_pyarrow_is_one_sentence(
     dataset = parquet(tmp_path / "d.parquet", [row(SOURCE)])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = CliRunner().invoke(app, ["env", "digest", str(dataset)])
-    assert isinstance(result.exception, errors.NotAvailable)
-    assert "smartsearch-sidecar[parquet]" in result.exception.message
+    assert errors.NOT_AVAILABLE.matches(result.exception)
+    assert "smartsearch-sidecar[parquet]" in str(result.exception)
 
 
 async def test_the_line_makes_a_run_accept_the_dataset(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config, load, messages, rules, schema
 from smartsearch_sidecar.config.profiles import PRESETS
-from smartsearch_sidecar.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "0123456789abcdef" * 4
@@ -60,7 +60,7 @@ def refused(
     overrides: Mapping[str, Any] | None = None,
 ) -> str:
     """The message with which a configuration is refused."""
-    with pytest.raises(ConfigError) as failure:
+    with pytest.raises(errors.ConfigError) as failure:
         load(path, overrides=MINIMAL | dict(overrides or {}), environ=environ or {})
     return failure.value.message
 
@@ -201,7 +201,7 @@ def test_home_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_run_directory_is_asked_for_when_it_is_needed() -> None:
     """Only what writes a run needs run.directory, and then says how to name it."""
-    with pytest.raises(ConfigError, match=r"run\.directory is not set.*--run-dir"):
+    with pytest.raises(errors.ConfigError, match=r"run\.directory is not set.*--run-dir"):
         loaded().run.needed_directory()
 
 
@@ -526,7 +526,7 @@ SECRET_PLACES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("overrides", SECRET_PLACES)
 def test_no_refusal_shows_a_secret(overrides: dict[str, Any]) -> None:
     """No message, cause or traceback of a refusal holds a secret."""
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(errors.ConfigError) as refusal:
         load(None, overrides=MINIMAL | overrides, environ={})
     printed = "".join(traceback.format_exception(refusal.value))
     assert "SECRET" not in printed
@@ -590,7 +590,7 @@ def test_any_value_loads_or_is_refused_in_words(key: str, value: object) -> None
     """Whatever a key is set to, it loads or ends in a ConfigError, never in another error."""
     try:
         config = load(None, overrides=MINIMAL | {key: value}, environ={})
-    except ConfigError as refusal:
+    except errors.ConfigError as refusal:
         message = refusal.message
     else:
         json.dumps(config.public(), allow_nan=False)

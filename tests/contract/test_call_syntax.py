@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract import call_syntax
 from smartsearch_sidecar.contract.call_syntax import parse_call
-from smartsearch_sidecar.errors import InvalidRequest
 
 LONE = "\ud83d"
 
 
-def refusal(call: str) -> InvalidRequest:
-    with pytest.raises(InvalidRequest) as caught:
+def refusal(call: str) -> errors.InvalidRequest:
+    with pytest.raises(errors.InvalidRequest) as caught:
         parse_call(call)
     return caught.value
 

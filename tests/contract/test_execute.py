@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract import execute as contract
 from smartsearch_sidecar.contract.execute import (
     DECLINED_RESULT,
@@ -20,7 +21,6 @@ from smartsearch_sidecar.contract.execute import (
     reference_refusal,
     render_execute,
 )
-from smartsearch_sidecar.errors import InvalidRequest, InvariantBroken
 
 ENV = "agentinputlab:smartsearch-fixed-wikipedia-v1"
 RULES = ExecuteRules(environment=ENV, accepted_environment_sha256=frozenset())
@@ -46,7 +46,7 @@ def native(query: str) -> str:
 
 
 def cause_of(body: bytes, rules: ExecuteRules = RULES) -> str | None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(errors.InvalidRequest) as caught:
         parse_execute(body, rules)
     return caught.value.cause
 
@@ -66,9 +66,10 @@ def reading(body: bytes) -> tuple[str | None, ExecuteCall | None]:
     """The latch cause in the reference's reading (None: admitted there), and the call if any."""
     try:
         call = parse_execute(body, RULES)
-    except InvalidRequest as error:
+    except errors.InvalidRequest as error:
         return error.cause, None
-    return reference_refusal(call.problem) if call.problem else None, call
+    refusal = reference_refusal(call.problem) if call.problem else None
+    return refusal.cause if refusal else None, call
 
 
 def test_every_vector_agrees_in_the_reference_reading() -> None:
@@ -293,7 +294,8 @@ def test_a_call_with_more_than_a_query_fault_is_refused_for_the_first(
 
 def test_each_query_problem_has_the_references_verdict() -> None:
     """Under on_invalid_query = "latch" each problem closes as there; a tag is admitted."""
-    assert {problem: reference_refusal(problem) for problem in QueryProblem} == {
+    refusals = {problem: reference_refusal(problem) for problem in QueryProblem}
+    assert {problem: row.cause if row else None for problem, row in refusals.items()} == {
         QueryProblem.call_too_long: CALL,
         QueryProblem.empty: CALL,
         QueryProblem.too_long: CALL,
@@ -322,5 +324,5 @@ def test_an_answer_is_compact_json_in_the_clients_shape(result: str) -> None:
 
 def test_an_answer_that_cannot_be_written_is_our_own_fault() -> None:
     """Passages are checked before; text without a UTF-8 form here is a broken promise, by name."""
-    with pytest.raises(InvariantBroken):
+    with pytest.raises(errors.InvariantBroken):
         render_execute(LONE)

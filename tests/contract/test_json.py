@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import strict_json
-from smartsearch_sidecar.errors import InvalidRequest
 
 LONE = "\ud83d"
 
@@ -60,7 +60,7 @@ LONE = "\ud83d"
 )
 def test_strict_json_refuses(body: bytes) -> None:
     """What is not strict JSON in UTF-8 is one kind of fault, whichever it is."""
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(errors.InvalidRequest) as caught:
         strict_json(body)
     assert caught.value.cause == "http_invalid_request"
 
@@ -95,7 +95,7 @@ def test_depth_is_bounded_by_us(opening: bytes, depth: int) -> None:
     if depth <= 64:
         strict_json(body)
     else:
-        with pytest.raises(InvalidRequest, match="64 levels") as caught:
+        with pytest.raises(errors.InvalidRequest, match="64 levels") as caught:
             strict_json(body)
         assert caught.value.cause == "http_invalid_request"
 
@@ -103,7 +103,7 @@ def test_depth_is_bounded_by_us(opening: bytes, depth: int) -> None:
 def test_mixed_levels_count_alike() -> None:
     """An object inside an array is a level as any other."""
     strict_json(b'[{"a":' * 32 + b"1" + b"}]" * 32)
-    with pytest.raises(InvalidRequest, match="64 levels"):
+    with pytest.raises(errors.InvalidRequest, match="64 levels"):
         strict_json(b'[{"a":' * 32 + b"[]" + b"}]" * 32)
 
 
@@ -126,7 +126,7 @@ def test_brackets_inside_strings_do_not_nest(text: str) -> None:
 )
 def test_hostile_json_of_the_largest_size_is_refused(body: bytes) -> None:
     """No body of the size the edge lets through can make the reader recurse or go quadratic."""
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(errors.InvalidRequest):
         strict_json(body)
 
 
@@ -135,7 +135,7 @@ def test_an_interpreter_with_a_lower_digit_limit_still_refuses_by_name() -> None
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(640)
     try:
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(errors.InvalidRequest):
             strict_json(b"9" * 700)
     finally:
         sys.set_int_max_str_digits(before)

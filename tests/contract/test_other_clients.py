@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import QUERY_BYTES_MAX, QueryProblem, strict_json
 from smartsearch_sidecar.contract.other_clients import (
     DECLINED_SCORES,
@@ -22,7 +23,6 @@ from smartsearch_sidecar.contract.other_clients import (
     render_found,
     render_scores,
 )
-from smartsearch_sidecar.errors import InvalidRequest, InvariantBroken
 
 TOP_N = 3
 DOCUMENTS: list[dict[str, Any]] = [
@@ -40,7 +40,7 @@ def read(route: str, value: Any, top_n: int = TOP_N) -> Searches:
 
 
 def refused(route: str, value: Any) -> str:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(errors.InvalidRequest) as caught:
         read(route, value)
     assert caught.value.cause == "invalid_search_request"
     return caught.value.message
@@ -287,7 +287,7 @@ def test_a_failure_that_surfaces_holds_no_result() -> None:
 
 def test_documents_that_went_unchecked_are_not_sent() -> None:
     """A lone surrogate has no place in an answer; the guard lets none through."""
-    with pytest.raises(InvariantBroken):
+    with pytest.raises(errors.InvariantBroken):
         render_answer(
             Searches(Form.results, (Query("\ud800", None),), 3, scores=False), [b"[]"], [b""]
         )

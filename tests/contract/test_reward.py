@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.reward import RewardItem, parse_reward, parse_reward_batch
-from smartsearch_sidecar.errors import InvalidRequest
 
 SOLUTION = '<|im_start|>user\nWho?<|im_end|>\n<think>it\'s "him"</think> 東京 🎻'
 GOOD = {"solution_str": SOLUTION, "ground_truth": ["Ada", "Lovelace"]}
@@ -19,14 +19,14 @@ def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in GOOD.items() if name != key}
 
 
-def refusal_of_item(body: Any) -> InvalidRequest:
-    with pytest.raises(InvalidRequest) as caught:
+def refusal_of_item(body: Any) -> errors.InvalidRequest:
+    with pytest.raises(errors.InvalidRequest) as caught:
         parse_reward(body if isinstance(body, bytes) else json.dumps(body).encode())
     return caught.value
 
 
-def refusal_of_batch(body: Any, rows_max: int = 3) -> InvalidRequest:
-    with pytest.raises(InvalidRequest) as caught:
+def refusal_of_batch(body: Any, rows_max: int = 3) -> errors.InvalidRequest:
+    with pytest.raises(errors.InvalidRequest) as caught:
         parse_reward_batch(body if isinstance(body, bytes) else json.dumps(body).encode(), rows_max)
     return caught.value
 

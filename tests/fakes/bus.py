@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Asked, Entry, Heard, Linked, Read
 from smartsearch_sidecar.config import Cluster
-from smartsearch_sidecar.errors import ClusterUnreachable
 
 
 def below(prefix: str, key: str) -> bool:
@@ -206,7 +206,7 @@ class MemoryBus:
     async def asked(self, question: bytes) -> bytes:
         """This node's answer; one that is cut off meanwhile is never heard."""
         if self._asked is None:
-            raise ClusterUnreachable(f"the node {self.name} does not answer questions")
+            raise errors.CLUSTER_UNREACHABLE(f"the node {self.name} does not answer questions")
         answer = await self._asked(question)
         await self._up.wait()
         return answer
@@ -229,9 +229,9 @@ class MemoryBus:
         # Never answered in the same turn of the loop: a caller that leans on it would break.
         await asyncio.sleep(0)
         if self._closed:
-            raise ClusterUnreachable("the connection to the nodes' common ground is closed")
+            raise errors.CLUSTER_UNREACHABLE("the connection to the nodes' common ground is closed")
         try:
             async with asyncio.timeout(self._ground.patience):
                 await self._up.wait()
         except TimeoutError:
-            raise ClusterUnreachable("the nodes' common ground does not answer") from None
+            raise errors.CLUSTER_UNREACHABLE("the nodes' common ground does not answer") from None

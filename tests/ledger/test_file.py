@@ -24,6 +24,7 @@ from smartsearch_sidecar.ledger.disk import (
 from smartsearch_sidecar.ledger.file import RunFiles
 from tests.fakes.disk import CountingDisk, CrashingDisk, ForgetfulDisk, FullDisk, ReadOnlyDisk
 from tests.fakes.journals import contents
+from tests.fakes.raised import raises
 
 
 def created(directory: Path, **keys: object) -> RunFiles:
@@ -57,25 +58,23 @@ def test_only_the_owner_can_read_a_run(tmp_path: Path) -> None:
 def test_existing_directory_is_refused(tmp_path: Path) -> None:
     """A run directory is never shared with what was there, and the message says how to go on."""
     (tmp_path / "run").mkdir()
-    with pytest.raises(
-        errors.RunDirectoryError, match=r"exists already: name a new one, or .*resume"
-    ):
+    with raises(errors.RUN_DIRECTORY, match=r"exists already: name a new one, or .*resume"):
         RunFiles(tmp_path / "run").create()
 
 
 def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     """A path through a file ends in a sentence, not in a traceback."""
     (tmp_path / "file").touch()
-    with pytest.raises(errors.RunDirectoryError, match="cannot be made"):
+    with raises(errors.RUN_DIRECTORY, match="cannot be made"):
         RunFiles(tmp_path / "file" / "run").create()
 
 
 def test_served_directory_says_so(tmp_path: Path) -> None:
     """Whoever takes a directory that is being served is told that it is."""
     files = created(tmp_path / "run")
-    with pytest.raises(errors.RunDirectoryError, match="being served by another process"):
+    with raises(errors.RUN_DIRECTORY, match="being served by another process"):
         RunFiles(tmp_path / "run").create()
-    with pytest.raises(errors.RunDirectoryError, match="being served by another process"):
+    with raises(errors.RUN_DIRECTORY, match="being served by another process"):
         RunFiles(tmp_path / "run").resume()
     files.close()
 
@@ -180,7 +179,7 @@ def test_link_to_a_run_is_refused(tmp_path: Path) -> None:
     """What a link points to can change between a check and a write."""
     begun(tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    with pytest.raises(errors.RunDirectoryError, match="is a link"):
+    with raises(errors.RUN_DIRECTORY, match="is a link"):
         RunFiles(tmp_path / "link").resume()
 
 
@@ -190,7 +189,7 @@ def test_link_inside_a_run_is_refused(tmp_path: Path, name: str) -> None:
     run = begun(tmp_path / "run")
     (run / name).rename(tmp_path / "elsewhere")
     (run / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(errors.RunDirectoryError, match="is a link"):
+    with raises(errors.RUN_DIRECTORY, match="is a link"):
         RunFiles(run).resume()
 
 
@@ -200,7 +199,7 @@ def test_what_others_can_write_is_refused(tmp_path: Path, name: str, bit: int) -
     """Nobody could vouch for a ledger that somebody else may have written."""
     run = begun(tmp_path / "run")
     (run / name).chmod(mode(run / name) | bit)
-    with pytest.raises(errors.RunDirectoryError, match="can be written by others"):
+    with raises(errors.RUN_DIRECTORY, match="can be written by others"):
         RunFiles(run).resume()
     assert not is_locked(run / LOCK)  # a refusal holds nothing
 
@@ -209,14 +208,14 @@ def test_other_folder_is_not_taken_for_a_run(tmp_path: Path) -> None:
     """A home directory named by mistake is left as it was, without as much as a lock file."""
     (tmp_path / "thesis.tex").write_text("x")
     tmp_path.chmod(0o700)
-    with pytest.raises(errors.RunDirectoryError, match=r"not a run directory.*'thesis.tex'"):
+    with raises(errors.RUN_DIRECTORY, match=r"not a run directory.*'thesis.tex'"):
         RunFiles(tmp_path).resume()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     """Resuming nothing is a sentence; whether to begin instead is the caller's."""
-    with pytest.raises(errors.RunDirectoryError, match="cannot be opened: No such file"):
+    with raises(errors.RUN_DIRECTORY, match="cannot be opened: No such file"):
         RunFiles(tmp_path / "run").resume()
 
 
@@ -385,7 +384,7 @@ def test_segment_that_grew_meanwhile_is_refused(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     files = RunFiles(run)
     files.resume()
-    with pytest.raises(errors.RunDirectoryError, match="changed while it was read"):
+    with raises(errors.RUN_DIRECTORY, match="changed while it was read"):
         files.continue_segment(1, 3, keep=0, newline=False)
     assert (run / JOURNAL / "000001.jsonl").read_bytes() == b"one\n"
     files.close()

@@ -39,6 +39,7 @@ from tests.fakes.journals import (
     write_latch,
     write_run,
 )
+from tests.fakes.raised import raises
 
 # --- the table, over every cell -------------------------------------------------------------------
 
@@ -580,7 +581,7 @@ def test_reader_opens_no_link(run: Written, tmp_path: Path) -> None:
     """A segment that is a link is refused, not followed."""
     run.segment.rename(tmp_path / "elsewhere")
     run.segment.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(errors.RunDirectoryError, match="cannot be read"):
+    with raises(errors.RUN_DIRECTORY, match="cannot be read"):
         list(RunReader(run.directory).chunks(RunReader(run.directory).segments()[0]))
 
 

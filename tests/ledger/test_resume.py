@@ -14,6 +14,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.process.daemon import Daemon
 from tests.fakes.process import running, start
 from tests.fakes.provider import FakeProvider
+from tests.fakes.raised import raises
 from tests.fakes.served import configured, read_records, served
 from tests.web.rawclient import until
 
@@ -148,7 +149,7 @@ async def test_another_claim_is_refused(tmp_path: Path, keys: dict[str, Any], na
     async with served(directory) as run:
         await run.stop()
     before = journal(directory).read_bytes()
-    with pytest.raises(errors.RunDirectoryError, match=named):
+    with raises(errors.RUN_DIRECTORY, match=named):
         async with served(directory, resume=True, **keys):
             pass
     assert journal(directory).read_bytes() == before
@@ -162,7 +163,7 @@ async def test_another_corpus_is_refused(tmp_path: Path) -> None:
         await run.stop()
     provider = FakeProvider()
     provider.identity_values["corpus_sha256"] = "d" * 64
-    with pytest.raises(errors.RunDirectoryError, match="corpus_sha256"):
+    with raises(errors.RUN_DIRECTORY, match="corpus_sha256"):
         async with served(directory, provider=provider, resume=True):
             pass
 
@@ -190,7 +191,7 @@ async def test_served_directory_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path / "run"):
         for resume in (True, False):
             daemon = Daemon(configured(tmp_path / "run"), provider=FakeProvider(), resume=resume)
-            with pytest.raises(errors.RunDirectoryError, match="served by another process"):
+            with raises(errors.RUN_DIRECTORY, match="served by another process"):
                 await daemon.run()
 
 

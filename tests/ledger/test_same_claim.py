@@ -11,6 +11,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.recovery import compare_claims
 from smartsearch_sidecar.ledger.resume import require_same_claim
 from tests.fakes.journals import claim_bytes
+from tests.fakes.raised import raises
 
 
 def claims(**changes: Any) -> bytes:
@@ -84,6 +85,6 @@ def test_claim_of_another_kind_is_no_claim() -> None:
 
 def test_other_claim_is_refused_with_the_remedy(tmp_path: Path) -> None:
     """One sentence: what differs, and what to do."""
-    with pytest.raises(errors.RunDirectoryError, match=r"calls: 1000 -> 5\): resume it with that"):
+    with raises(errors.RUN_DIRECTORY, match=r"calls: 1000 -> 5\): resume it with that"):
         require_same_claim(tmp_path, claims(), claims(max_retrieval_calls=5))
     require_same_claim(tmp_path, claims(), claims())

@@ -36,6 +36,7 @@ from tests.fakes.journals import (
     write_run,
 )
 from tests.fakes.provider import FakeProvider
+from tests.fakes.raised import raises
 from tests.fakes.served import served
 
 
@@ -205,7 +206,7 @@ def test_run_that_never_began_is_not_whole(tmp_path: Path) -> None:
 def test_other_folder_is_wrong_use(tmp_path: Path) -> None:
     """Nothing there to verify is not the answer no."""
     for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(errors.RunDirectoryError):
+        with raises(errors.RUN_DIRECTORY):
             verify(place)
 
 
@@ -440,7 +441,7 @@ def test_previous_run_has_to_be_a_whole_and_finished_history(run: Written) -> No
     """Damage is refused, and so is a run that is still going on."""
     files = RunFiles(run.directory)
     files.lock()
-    with pytest.raises(errors.RunDirectoryError, match="still being served"):
+    with raises(errors.RUN_DIRECTORY, match="still being served"):
         describe_previous(run.directory)
     files.close()
     run.segment.write_bytes(b"x" + run.segment.read_bytes()[1:])

@@ -100,7 +100,7 @@ async def test_differs_retrieval_retries(tmp_path: Path) -> None:
     with reference(tmp_path / "reference", Flaky(ConnectionResetError(), 1)) as theirs:
         assert await statuses(theirs, asking("Ada")) == [502]
         assert theirs.state().latched
-    fault = errors.ProviderTransport("the connection was reset")
+    fault = errors.PROVIDER_TRANSPORT("the connection was reset")
     async with ours(tmp_path, Flaky(fault, 2), profile=TRAINING) as mine:
         assert await statuses(mine, asking("Ada")) == [200]
         assert (await mine.state()).searches == 3

@@ -14,6 +14,7 @@ from smartsearch_sidecar.process.daemon import Daemon
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
+from tests.fakes.raised import raises
 from tests.fakes.served import EXECUTE_CAPABILITY, configured, native_body
 from tests.web.rawclient import until
 
@@ -113,6 +114,6 @@ async def test_an_index_found_damaged_while_it_is_verified(
     """The daemon that was alive ends with the sentence that names the file, and claims no run."""
     folder, name = damaged
     config = configured(tmp_path / "run", retrieval__bm25__index=str(folder))
-    with pytest.raises(errors.IndexUnusable, match=name):
+    with raises(errors.INDEX_UNUSABLE, match=name):
         await Daemon(config).run()
     assert not await asyncio.to_thread((tmp_path / "run" / "claim.json").exists)

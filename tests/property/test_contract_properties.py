@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract import call_syntax
 from smartsearch_sidecar.contract.execute import (
     ExecuteRules,
@@ -23,7 +24,6 @@ from smartsearch_sidecar.contract.execute import (
     strict_json,
 )
 from smartsearch_sidecar.contract.reward import parse_reward, parse_reward_batch
-from smartsearch_sidecar.errors import InvalidRequest
 
 ENV = "agentinputlab:smartsearch-fixed-wikipedia-v1"
 RULES = ExecuteRules(environment=ENV, accepted_environment_sha256=frozenset())
@@ -101,7 +101,7 @@ def verdict(parse: Callable[[], T]) -> tuple[str | None, T | None]:
     """The cause of the one named refusal, or the value; anything else raised fails the test."""
     try:
         return None, parse()
-    except InvalidRequest as error:
+    except errors.InvalidRequest as error:
         return error.cause, None
 
 
@@ -203,7 +203,9 @@ def test_a_body_has_the_references_verdict(env: str | None, call: Any, ascii_onl
     if parsed.problem is None or parsed.problem is QueryProblem.protocol_tag:
         assert (cause, query) == (None, parsed.query)
     else:
-        assert cause == reference_refusal(parsed.problem)
+        refusal = reference_refusal(parsed.problem)
+        assert refusal is not None
+        assert cause == refusal.cause
 
 
 # --- strict JSON ---------------------------------------------------------------------------------

@@ -177,10 +177,13 @@ class Lived(RuleBasedStateMachine):
         """Admission gives the next number, or says why not."""
         try:
             number = self.state.admit_search()
-        except errors.LatchClosed:
-            assert self.state.closed
-        except errors.QuotaExhausted:
-            assert self.state.attempts == MAX_CALLS
+        except errors.SidecarError as exc:
+            refused = exc.failure
+            if self.state.closed:
+                assert refused is errors.LATCH_CLOSED
+            else:
+                assert refused is errors.QUOTA_EXHAUSTED
+                assert self.state.attempts == MAX_CALLS
         else:
             assert number not in self.numbers  # never twice, also not across a restart
             self.numbers.add(number)

@@ -57,6 +57,7 @@ from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.search.service import Service, ServicePolicy
 from tests.crash.harness import expected_cause
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256, documents_for
+from tests.fakes.raised import raises
 from tests.fakes.served import ENVIRONMENT, configured, native_body
 
 SEEDS = range(4)
@@ -363,7 +364,7 @@ class RunMachine(RuleBasedStateMachine):
             elif fault == "cancelled":
                 future.cancel()
             else:
-                kind = errors.ProviderTransport if fault == "transport" else RuntimeError
+                kind = errors.PROVIDER_TRANSPORT if fault == "transport" else RuntimeError
                 future.set_exception(kind("boom"))
         self.settle()
 
@@ -600,7 +601,7 @@ class RunMachine(RuleBasedStateMachine):
         assert state.closed
         assert state.cause.cause == self.cause
         assert admitted == self.admitted_when_closed
-        with pytest.raises(errors.LatchClosed):
+        with raises(errors.LATCH_CLOSED):
             state.admit_search()
 
     @invariant()

@@ -33,6 +33,7 @@ from smartsearch_sidecar.retrieval.bm25.provider import (
 )
 from smartsearch_sidecar.retrieval.guard import Guard, canonical_digest
 from smartsearch_sidecar.retrieval.provider import Provider
+from tests.fakes.raised import raises
 
 CORPUS = Path(__file__).parents[1] / "data" / "corpora" / "flashrag.jsonl"
 FAR = 1e9
@@ -305,7 +306,7 @@ async def test_closing_gives_back_every_descriptor(built: Path) -> None:
     provider = await asyncio.to_thread(open_provider, built)
     await provider.search("tide", 5)
     await provider.close()
-    with pytest.raises(errors.IndexUnusable):
+    with raises(errors.INDEX_UNUSABLE):
         await asyncio.to_thread(open_provider, built / "missing")
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -315,7 +316,7 @@ async def test_closing_gives_back_every_descriptor(built: Path) -> None:
 
 def unusable(folder: Path, *words: str) -> None:
     """The index is refused with one sentence that holds the words."""
-    with pytest.raises(errors.IndexUnusable) as caught:
+    with raises(errors.INDEX_UNUSABLE) as caught:
         verify_and_open(folder)
     assert all(word in caught.value.message for word in words), caught.value.message
     assert "\n" not in caught.value.message
@@ -370,7 +371,7 @@ def test_any_flipped_bit_of_the_manifest_is_found(folder: Path) -> None:
     whole = path.read_bytes()
     for at in range(0, len(whole) - 1, 3):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
-        with pytest.raises(errors.IndexUnusable):
+        with raises(errors.INDEX_UNUSABLE):
             manifests.read(folder)
     for length in range(0, len(whole) - 2, 50):
         path.write_bytes(whole[:length])
@@ -489,7 +490,7 @@ async def test_a_change_under_a_served_index_is_seen(
     await provider.identity()
     CHANGES[change](path)
     for _ in range(2):
-        with pytest.raises(errors.IdentityChanged, match=path.name):
+        with raises(errors.IDENTITY_CHANGED, match=path.name):
             await provider.identity()
     await provider.close()
 
@@ -499,10 +500,10 @@ async def test_another_index_in_its_place_is_seen(folder: Path, built: Path) -> 
     """A served folder that was moved aside for another one is noticed, even for its own copy."""
     provider = await asyncio.to_thread(open_provider, folder)
     os.rename(folder, folder.with_name("aside"))
-    with pytest.raises(errors.IdentityChanged, match="went away"):
+    with raises(errors.IDENTITY_CHANGED, match="went away"):
         await provider.identity()
     shutil.copytree(built, folder)
-    with pytest.raises(errors.IdentityChanged, match="was replaced"):
+    with raises(errors.IDENTITY_CHANGED, match="was replaced"):
         await provider.identity()
     await provider.close()
 
@@ -549,7 +550,7 @@ async def test_damage_that_comes_later_is_a_fault(
             await provider.search(question, 5)
         assert str(folder) in caught.value.message
         assert type(caught.value.__cause__).__name__ == cause
-    with pytest.raises(errors.IdentityChanged, match=path.name):
+    with raises(errors.IDENTITY_CHANGED, match=path.name):
         await provider.identity()
     await provider.close()
 

@@ -11,6 +11,7 @@ from smartsearch_sidecar.retrieval.cache import Retrieval, SearchCache
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
 from tests.fakes.provider import FakeProvider
+from tests.fakes.raised import raises
 
 FAR = 1e9
 
@@ -75,7 +76,7 @@ async def test_deadline_ends_the_wait_and_drops_the_late_result() -> None:
     provider = FakeProvider()
     provider.gate = asyncio.Event()
     retrieval = await fronted(provider)
-    with pytest.raises(errors.DeadlinePassed):
+    with raises(errors.DEADLINE_PASSED):
         await retrieval.find("q", asyncio.get_running_loop().time() + 0.01)
     provider.gate.set()
     await retrieval.close()

@@ -174,7 +174,7 @@ async def test_record_refuses_a_query_that_would_be_no_canary(answer: object, sa
 
 async def test_what_the_provider_raises_passes_untouched() -> None:
     """Neither recording nor checking turns a fault into an answer."""
-    provider = Shelf({"q": errors.ProviderFault("broken")})
+    provider = Shelf({"q": errors.PROVIDER_FAULT("broken")})
     with pytest.raises(errors.ProviderFault, match="broken"):
         await canaries.record(provider, ["q"])
     with pytest.raises(errors.ProviderFault, match="broken"):
@@ -221,19 +221,20 @@ async def test_a_changed_answer_is_a_fault_for_good() -> None:
     """Once the identity has changed, neither the old answers nor an outage make it whole."""
     provider, watch, told = await watched({"who": [("1", "one")]})
     await watch.round()
-    assert isinstance(watch.fault, errors.IdentityChanged)
+    assert watch.fault is not None
+    assert watch.fault.failure is errors.IDENTITY_CHANGED
     assert sha("who")[:16] in watch.fault.message
     assert "missing ids '2'" in watch.fault.message
-    for answer in ([("1", "one"), ("2", "two")], errors.ProviderFault("down")):
+    for answer in ([("1", "one"), ("2", "two")], errors.PROVIDER_FAULT("down")):
         provider.answers["who"] = answer
         await watch.round()
-        assert isinstance(watch.fault, errors.IdentityChanged)
+        assert errors.IDENTITY_CHANGED.matches(watch.fault)
     assert told == [watch.fault.message]
 
 
 async def test_only_a_row_of_unreached_rounds_is_a_fault() -> None:
     """A lost connection is no verdict; the third round in a row is, until a round succeeds."""
-    provider, watch, told = await watched({"who": errors.ProviderTransport("refused")})
+    provider, watch, told = await watched({"who": errors.PROVIDER_TRANSPORT("refused")})
     good, down = [("1", "one"), ("2", "two")], provider.answers["who"]
     kinds = []
     for answer in (down, down, good, down, down, down, good):
@@ -246,7 +247,7 @@ async def test_only_a_row_of_unreached_rounds_is_a_fault() -> None:
 
 @pytest.mark.parametrize(
     "raised, said",
-    [(errors.ProviderFault("status 500"), "status 500"), (KeyError("oops"), "raised KeyError")],
+    [(errors.PROVIDER_FAULT("status 500"), "status 500"), (KeyError("oops"), "raised KeyError")],
 )
 async def test_any_other_failure_is_a_fault_at_once(raised: Exception, said: str) -> None:
     """What is not a lost connection is told in its first round, a broken provider included."""

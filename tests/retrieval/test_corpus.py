@@ -25,6 +25,7 @@ from smartsearch_sidecar.retrieval.bm25.corpus import (
 from smartsearch_sidecar.retrieval.bm25.duplicate_ids import DistinctIds
 from smartsearch_sidecar.retrieval.bm25.formats import ENTRY_BYTES_MAX, Format, vital
 from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX
+from tests.fakes.raised import raises
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
 FILES = {
@@ -229,7 +230,7 @@ def test_what_is_wrong_is_named_by_file_and_line(case: str, packed: bool, tmp_pa
     """A bad entry is one sentence: which file, which line, what is wrong."""
     content, form, line, words = BAD[case]
     raw = content.encode() if isinstance(content, str) else content
-    with pytest.raises(errors.CorpusError) as caught:
+    with raises(errors.CORPUS_INVALID) as caught:
         passages(gzip.compress(raw, 1) if packed else raw, tmp_path, form)
     message = caught.value.message
     assert message.startswith(f"{tmp_path / 'corpus'}, line {line}: ")
@@ -241,17 +242,17 @@ def test_what_is_wrong_is_named_by_file_and_line(case: str, packed: bool, tmp_pa
 @pytest.mark.parametrize("content", [b"", b"\n  \n", b"\xef\xbb\xbf\n"])
 def test_an_empty_corpus_is_refused(content: bytes, tmp_path: Path) -> None:
     """A file without anything on any line is no corpus."""
-    with pytest.raises(errors.CorpusError, match="is empty"):
+    with raises(errors.CORPUS_INVALID, match="is empty"):
         passages(content, tmp_path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A missing file, a folder and a path through a file are each one sentence."""
-    with pytest.raises(errors.CorpusError, match="there is no corpus at"):
+    with raises(errors.CORPUS_INVALID, match="there is no corpus at"):
         Corpus(tmp_path / "missing")
-    with pytest.raises(errors.CorpusError, match="no regular file"):
+    with raises(errors.CORPUS_INVALID, match="no regular file"):
         Corpus(tmp_path)
-    with pytest.raises(errors.CorpusError, match="cannot be read: Not a directory"):
+    with raises(errors.CORPUS_INVALID, match="cannot be read: Not a directory"):
         Corpus(given_file(tmp_path, GOOD) / "beneath")
 
 
@@ -268,7 +269,7 @@ def test_damaged_gzip_is_named(harm: str, tmp_path: Path) -> None:
         packed[len(packed) // 2] ^= 1
     else:
         packed += b"more"
-    with pytest.raises(errors.CorpusError, match=r"corpus, (after )?line \d+: ") as caught:
+    with raises(errors.CORPUS_INVALID, match=r"corpus, (after )?line \d+: ") as caught:
         passages(bytes(packed), tmp_path)
     if harm != "flipped":  # a flipped bit may also unpack to text that is no entry
         assert "fetch it again" in caught.value.message

@@ -20,6 +20,7 @@ from smartsearch_sidecar.retrieval.flashrag.provider import (
     from_config,
 )
 from smartsearch_sidecar.retrieval.provider import Provider
+from tests.fakes.raised import raises
 from tests.fakes.retriever import FakeRetriever
 
 Open = Callable[..., Awaitable[FlashragProvider]]
@@ -448,7 +449,7 @@ async def test_start_refuses_another_index(
 ) -> None:
     """Other ids, or other contents under the same ids, are not the recorded index."""
     setattr(retriever, what, "other" if what == "edition" else 2)
-    with pytest.raises(errors.IdentityChanged, match="3 of 3 canaries differ") as refused:
+    with raises(errors.IDENTITY_CHANGED, match="3 of 3 canaries differ") as refused:
         await opened(canaries=canary_path)
     assert ("changed ids" in refused.value.message) is (what == "revision")
     assert ("missing ids" in refused.value.message) is (what == "edition")
@@ -486,13 +487,13 @@ async def test_a_retriever_restarted_with_another_index_is_found_out(
     retriever.edition = "wiki24"
     await retriever.kill()
     await retriever.start()
-    while not isinstance(await told.get(), errors.IdentityChanged):
+    while not errors.IDENTITY_CHANGED.matches(await told.get()):
         pass  # rounds that met the kill itself may have been told before
-    with pytest.raises(errors.IdentityChanged, match="canaries differ") as changed:
+    with raises(errors.IDENTITY_CHANGED, match="canaries differ") as changed:
         await provider.identity()
     assert canaries.load(canary_path)[0].query_sha256[:16] in changed.value.message
     retriever.edition = "wiki18"
-    with pytest.raises(errors.IdentityChanged):
+    with raises(errors.IDENTITY_CHANGED):
         await provider.identity()
 
 

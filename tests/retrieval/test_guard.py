@@ -24,6 +24,7 @@ from smartsearch_sidecar.retrieval.guard import (
 )
 from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from tests.fakes.provider import FakeProvider
+from tests.fakes.raised import raises
 from tests.web.rawclient import until
 
 FAR = 1e9
@@ -131,7 +132,7 @@ async def test_unusable_documents_are_named(answer: Any) -> None:
     """Each broken rule of a document is ``document_invalid``, never a crash, never an answer."""
     provider = FakeProvider()
     provider.answer = answer
-    with pytest.raises(errors.DocumentInvalid) as caught:
+    with raises(errors.DOCUMENT_INVALID) as caught:
         await (await guarded(provider)).search("q", FAR)
     assert caught.value.cause == "document_invalid"
 
@@ -146,7 +147,7 @@ async def test_tagged_passages_are_dropped_or_latch(text: str) -> None:
     found = await (await guarded(provider)).search("q", FAR)
     assert found.result == "kept"
     assert [item["id"] for item in found.dropped] == ["bad"]
-    with pytest.raises(errors.DocumentInvalid):
+    with raises(errors.DOCUMENT_INVALID):
         await (await guarded(provider, drop_tagged=False)).search("q", FAR)
 
 
@@ -214,7 +215,7 @@ def tries(provider: Timed, *, retries: int, deadline: float = FAR) -> tuple[list
         return provider.asked, runner.run(search())
 
 
-RESET = errors.ProviderTransport("reset")
+RESET = errors.PROVIDER_TRANSPORT("reset")
 
 
 def test_transport_faults_are_tried_again_after_growing_pauses() -> None:
@@ -244,7 +245,7 @@ def test_no_more_tries_than_the_profile_says() -> None:
 
 def test_only_transport_faults_are_tried_again() -> None:
     """What a provider did answer, or did itself, it would answer or do again."""
-    for fault in (ValueError("no"), errors.ProviderFault("status 500")):
+    for fault in (ValueError("no"), errors.PROVIDER_FAULT("status 500")):
         provider = Timed(fault, 1)
         with pytest.raises(errors.ProviderFault):
             tries(provider, retries=2)
@@ -293,9 +294,9 @@ async def test_identity_is_held_to_the_claim() -> None:
     provider = FakeProvider()
     guard = await guarded(provider)
     provider.after_search = lambda: provider.identity_values.update(index_sha256="2" * 64)
-    with pytest.raises(errors.IdentityChanged, match="index_sha256"):
+    with raises(errors.IDENTITY_CHANGED, match="index_sha256"):
         await guard.search("q", FAR)
-    with pytest.raises(errors.IdentityChanged):
+    with raises(errors.IDENTITY_CHANGED):
         await guard.check_identity()
     provider.identity_fault = RuntimeError("gone")
     with pytest.raises(errors.ProviderFault):
@@ -321,7 +322,7 @@ async def test_drift_is_seen_for_remote_providers_only() -> None:
         await guard.search("q", FAR)
         provider.answer = [doc(contents="after")]
         if drifts:
-            with pytest.raises(errors.DocumentDrift):
+            with raises(errors.DOCUMENT_DRIFT):
                 await guard.search("q", FAR)
         else:
             await guard.search("q", FAR)

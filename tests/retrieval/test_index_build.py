@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.build import FANOUT, Sizing, build, plan
 from smartsearch_sidecar.retrieval.bm25.formats import Format
 from smartsearch_sidecar.retrieval.bm25.provider import Bm25Index, verify_and_open
+from tests.fakes.raised import raises
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
 FLASHRAG = CORPORA / "flashrag.jsonl"
@@ -183,10 +185,10 @@ def test_memory_is_bounded_by_more_commits() -> None:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def refused(corpus: Path, out: Path, kind: type[errors.SidecarError], *words: str) -> None:
+def refused(corpus: Path, out: Path, kind: errors.Failure[Any], *words: str) -> None:
     """The build is refused with one sentence that holds the words, and leaves nothing behind."""
     before = sorted(out.parent.iterdir())
-    with pytest.raises(kind) as caught:
+    with raises(kind) as caught:
         build(corpus, out)
     assert all(word in caught.value.message for word in words), caught.value.message
     assert "\n" not in caught.value.message
@@ -196,23 +198,23 @@ def refused(corpus: Path, out: Path, kind: type[errors.SidecarError], *words: st
 def test_repeated_ids_are_refused(tmp_path: Path) -> None:
     """An id that comes twice, white space apart, is named with both its lines."""
     corpus = written(tmp_path, ("a", "x"), ("b", "y"), ("c", "z"), (" b ", "w"), ("a", "v"))
-    refused(corpus, tmp_path / "index", errors.CorpusError, "line 4: the id 'b'", "in line 2")
+    refused(corpus, tmp_path / "index", errors.CORPUS_INVALID, "line 4: the id 'b'", "in line 2")
 
 
 def test_repeated_articles_on_one_line_are_refused(tmp_path: Path) -> None:
     """A title that comes twice is found where all articles stand on one line."""
     corpus = tmp_path / "one_line.json"
     corpus.write_text('{"A": {"extract": "x"}, "B": {"extract": "y"}, "B": {"extract": "z"}}')
-    refused(corpus, tmp_path / "index", errors.CorpusError, "line 1: the id 'vital:B'")
+    refused(corpus, tmp_path / "index", errors.CORPUS_INVALID, "line 1: the id 'vital:B'")
 
 
 def test_a_corpus_of_tags_alone_is_refused(tmp_path: Path) -> None:
     """A corpus of which no passage can be kept makes no index."""
     corpus = written(tmp_path, ("a", "<think>"), ("b", "</result>"))
-    refused(corpus, tmp_path / "index", errors.CorpusError, "all its 2 passages carry")
+    refused(corpus, tmp_path / "index", errors.CORPUS_INVALID, "all its 2 passages carry")
     header = tmp_path / "header.tsv"
     header.write_text("id\ttext\ttitle\n")
-    refused(header, tmp_path / "index", errors.CorpusError, "it has no passage")
+    refused(header, tmp_path / "index", errors.CORPUS_INVALID, "it has no passage")
 
 
 def test_a_bad_line_is_found_before_anything_is_indexed(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_a_bad_line_is_found_before_anything_is_indexed(tmp_path: Path) -> None:
     with corpus.open("a") as file:
         file.write('{"id": "x"}\n')
     stages: list[str] = []
-    with pytest.raises(errors.CorpusError, match="line 5001"):
+    with raises(errors.CORPUS_INVALID, match="line 5001"):
         build(corpus, tmp_path / "index", progress=lambda stage, done, total: stages.append(stage))
     assert set(stages) == {"reading"}
 
@@ -236,7 +238,7 @@ def test_what_exists_is_not_touched(there: str, tmp_path: Path) -> None:
         out.write_text("mine")
     else:
         out.symlink_to(tmp_path / "nowhere")
-    refused(FLASHRAG, out, errors.UsageError, str(out), "exists", "name another")
+    refused(FLASHRAG, out, errors.USAGE, str(out), "exists", "name another")
 
 
 def test_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_a_corpus_that_changes_is_refused(moment: str, tmp_path: Path) -> None:
                 file.seek(-6, os.SEEK_END)
                 file.write(b"z")
 
-    with pytest.raises(errors.CorpusError, match="changed while it was read"):
+    with raises(errors.CORPUS_INVALID, match="changed while it was read"):
         build(corpus, tmp_path / "index", progress=change)
     assert ends == 3
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]

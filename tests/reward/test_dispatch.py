@@ -14,6 +14,7 @@ from smartsearch_sidecar.reward.dispatch import HelperDispatch, QuotaGate, to_th
 from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
 from smartsearch_sidecar.run.helper_budget import Meter
 from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.raised import raises
 
 pytestmark = pytest.mark.both_loops
 
@@ -59,7 +60,7 @@ class Books:
         self.events.append(("failed", number))
         self.faults[number] = exc
         usage = exc.usage if isinstance(exc, errors.HelperFault) else None
-        self.meter.on_failed(number, usage, sent=not isinstance(exc, errors.HelperNotSent))
+        self.meter.on_failed(number, usage, sent=not errors.HELPER_NOT_SENT.matches(exc))
         self.gate.wake()
 
     def check(self, number: int) -> None:
@@ -210,7 +211,7 @@ async def test_an_exhausted_quota_fails_the_batch_after_what_was_sent(
     """The calls that fitted are settled, the first that cannot raises, the rest is never sent."""
     books = Books(fake, Meter(3, 10_000_000))
     dispatch = HelperDispatch(client, concurrency=4, seed=17)
-    with pytest.raises(errors.QuotaExhausted):
+    with raises(errors.QUOTA_EXHAUSTED):
         await dispatch.ask_all(prompts(6), **books.hooks(), deadline=soon())
     assert books.meter.model_attempts <= 3
     books.assert_balanced()
@@ -224,7 +225,7 @@ async def test_the_first_failure_stops_what_is_not_sent_and_settles_what_is(
     fake.failures[which] = "empty"
     books = Books(fake)
     dispatch = HelperDispatch(client, concurrency=2, seed=17)
-    with pytest.raises(errors.HelperEmpty) as caught:
+    with raises(errors.HELPER_EMPTY) as caught:
         await dispatch.ask_all(prompts(6), **books.hooks(), deadline=soon())
     assert caught.value in books.faults.values()
     assert len(fake.calls) <= which + 1
@@ -260,7 +261,7 @@ async def test_calls_already_sent_are_awaited_before_the_failure_is_raised(
     assert not asking.done()
     assert dispatch.in_flight == 2
     released.set()
-    with pytest.raises(errors.HelperStatus):
+    with raises(errors.HELPER_STATUS):
         await asking
     assert books.count("requested") == 3
     assert books.meter.model_responses == 2
@@ -291,7 +292,7 @@ async def test_further_failures_are_noted_on_the_first(
     asking = asyncio.create_task(dispatch.ask_all(prompts(3), **books.hooks(), deadline=soon()))
     await fake.until_calls(3)
     fake.gate.set()
-    with pytest.raises(errors.HelperTransport) as caught:
+    with raises(errors.HELPER_TRANSPORT) as caught:
         await asking
     assert len(caught.value.__notes__) == 2
     assert books.meter.unknown_output_token_reservations == 3 * 2048
@@ -308,7 +309,7 @@ async def test_a_recorded_call_is_not_sent_after_a_failure(
     async def before(place: int) -> int:
         if place == 1:
             await trouble.wait()
-            raise errors.LedgerFailed("the disk is full")
+            raise errors.LEDGER_FAILED("the disk is full")
         return await books.before(place)
 
     books.syncing.clear()
@@ -325,7 +326,7 @@ async def test_a_recorded_call_is_not_sent_after_a_failure(
     with pytest.raises(errors.LedgerFailed):
         await asking
     assert fake.calls == []
-    assert type(books.faults[1]) is errors.HelperNotSent
+    assert errors.HELPER_NOT_SENT.matches(books.faults[1])
     assert books.meter.usage()["unknown_output_token_reservations"] == 0
     books.assert_balanced()
 
@@ -339,10 +340,10 @@ async def test_a_failure_stops_calls_that_have_not_begun(
 
     async def before(place: int) -> int:
         asked.append(place)
-        raise errors.QuotaExhausted("used up")
+        raise errors.QUOTA_EXHAUSTED("used up")
 
     dispatch = HelperDispatch(client, concurrency=4, seed=17)
-    with pytest.raises(errors.QuotaExhausted):
+    with raises(errors.QUOTA_EXHAUSTED):
         await dispatch.ask_all(
             prompts(5), before=before, after=books.after, failed=books.failed, deadline=soon()
         )
@@ -356,7 +357,7 @@ async def test_a_hook_that_fails_fails_the_batch(fake: FakeHelper, client: Helpe
     async def after(place: int, number: int, answer: HelperAnswer) -> None:
         books.after(place, number, answer)
         if number == 2:
-            raise errors.LedgerFailed("the disk is full")
+            raise errors.LEDGER_FAILED("the disk is full")
 
     dispatch = HelperDispatch(client, concurrency=1, seed=17)
     with pytest.raises(errors.LedgerFailed):
@@ -375,10 +376,10 @@ async def test_a_failed_settlement_of_a_failure_is_noted(
     books = Books(fake)
 
     async def failed(place: int, number: int, exc: Exception) -> None:
-        raise errors.LedgerFailed("the disk is full")
+        raise errors.LEDGER_FAILED("the disk is full")
 
     dispatch = HelperDispatch(client, concurrency=1, seed=17)
-    with pytest.raises(errors.HelperEmpty) as caught:
+    with raises(errors.HELPER_EMPTY) as caught:
         await dispatch.ask_all(
             prompts(2), before=books.before, after=books.after, failed=failed, deadline=soon()
         )
@@ -464,7 +465,7 @@ async def test_a_failure_behind_a_cancellation_is_chained(
     fake.gate.set()
     with pytest.raises(asyncio.CancelledError) as caught:
         await asking
-    assert isinstance(caught.value.__cause__, errors.HelperEmpty)
+    assert errors.HELPER_EMPTY.matches(caught.value.__cause__)
     books.assert_balanced()
 
 
@@ -474,7 +475,7 @@ async def test_the_deadline_ends_the_batch(fake: FakeHelper, client: HelperClien
     books = Books(fake)
     dispatch = HelperDispatch(client, concurrency=1, seed=17)
     await dispatch.ask_all(["a"], **books.hooks(), deadline=soon())  # a connection is open now
-    with pytest.raises(errors.HelperTimeout):
+    with raises(errors.HELPER_TIMEOUT):
         await dispatch.ask_all(prompts(6), **books.hooks(), deadline=soon(0.1))
     assert len(fake.calls) == 2
     assert books.meter.model_attempts == 2
@@ -489,7 +490,7 @@ async def test_nothing_is_sent_after_the_deadline(fake: FakeHelper, client: Help
     dispatch = HelperDispatch(client, concurrency=1, seed=17)
     first = asyncio.create_task(dispatch.ask_all(["a"], **books.hooks(), deadline=soon()))
     await fake.until_calls(1)
-    with pytest.raises(errors.HelperTimeout, match="not yet sent"):
+    with raises(errors.HELPER_TIMEOUT, match="not yet sent"):
         await dispatch.ask_all(["b", "c"], **books.hooks(), deadline=soon(0.05))
     fake.gate.set()
     assert await first == ["a!"]
@@ -547,7 +548,7 @@ async def test_to_the_end_raises_what_the_work_raises() -> None:
     """An error of the work is the caller's error."""
 
     async def write() -> int:
-        raise errors.LedgerFailed("the disk is full")
+        raise errors.LEDGER_FAILED("the disk is full")
 
     with pytest.raises(errors.LedgerFailed):
         await to_the_end(write())
@@ -566,4 +567,4 @@ async def test_the_gate_lets_waiters_in_as_room_is_made() -> None:
     meter.lost(2)
     gate.wake()
     outcomes: Sequence[object] = await asyncio.gather(*waiters, return_exceptions=True)
-    assert [type(outcome).__name__ for outcome in outcomes].count("QuotaExhausted") == 2
+    assert [errors.QUOTA_EXHAUSTED.matches(outcome) for outcome in outcomes].count(True) == 2

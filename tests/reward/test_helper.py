@@ -16,6 +16,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
 from smartsearch_sidecar.reward.wire import PROTOCOLS, Kind, address
 from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.raised import raises
 
 KINDS: tuple[Kind, ...] = ("sglang", "completions")
 SHA = "ab" * 32
@@ -113,7 +114,7 @@ async def test_calls_one_after_the_other_share_a_connection(fake: FakeHelper, ki
     fake.failures[2] = "empty"
     async with client(fake, kind) as helper:
         await helper.ask(PROMPT, seed=1)
-        with pytest.raises(errors.HelperEmpty):
+        with raises(errors.HELPER_EMPTY):
             await helper.ask(PROMPT, seed=1)
         await helper.ask(PROMPT, seed=1)
     assert len({call.peer for call in fake.calls}) == 1
@@ -148,50 +149,50 @@ async def test_an_idle_connection_is_dropped_before_uvicorn_drops_it(
 
 # --- what is refused -----------------------------------------------------------------------------
 
-MEASURED: dict[str, tuple[type[errors.HelperFault], int]] = {
-    "empty": (errors.HelperEmpty, 1),
-    "blank": (errors.HelperEmpty, 3),
-    "no_text": (errors.HelperAnswerInvalid, 2),
-    "text_number": (errors.HelperAnswerInvalid, 2),
-    "surrogate": (errors.HelperAnswerInvalid, 2),
-    "overlong": (errors.HelperOverlong, 2049),
-    "abort": (errors.HelperFinishReason, 2),
-    "unfinished": (errors.HelperFinishReason, 2),
-    "odd_finish": (errors.HelperFinishReason, 2),
+MEASURED: dict[str, tuple[errors.Failure[errors.HelperFault], int]] = {
+    "empty": (errors.HELPER_EMPTY, 1),
+    "blank": (errors.HELPER_EMPTY, 3),
+    "no_text": (errors.HELPER_ANSWER_INVALID, 2),
+    "text_number": (errors.HELPER_ANSWER_INVALID, 2),
+    "surrogate": (errors.HELPER_ANSWER_INVALID, 2),
+    "overlong": (errors.HELPER_OVERLONG, 2049),
+    "abort": (errors.HELPER_FINISH_REASON, 2),
+    "unfinished": (errors.HELPER_FINISH_REASON, 2),
+    "odd_finish": (errors.HELPER_FINISH_REASON, 2),
 }
 
-MEASURED_COMPLETIONS: dict[str, tuple[type[errors.HelperFault], int]] = {
-    "other_model": (errors.HelperIdentity, 2),
-    "no_model": (errors.HelperIdentity, 2),
-    "no_choice": (errors.HelperAnswerInvalid, 2),
-    "two_choices": (errors.HelperAnswerInvalid, 2),
+MEASURED_COMPLETIONS: dict[str, tuple[errors.Failure[Any], int]] = {
+    "other_model": (errors.HELPER_IDENTITY, 2),
+    "no_model": (errors.HELPER_IDENTITY, 2),
+    "no_choice": (errors.HELPER_ANSWER_INVALID, 2),
+    "two_choices": (errors.HELPER_ANSWER_INVALID, 2),
 }
 
-UNMEASURED: dict[str, type[errors.HelperFault]] = {
-    "no_usage": errors.HelperUsageMissing,
-    "no_output_count": errors.HelperUsageMissing,
-    "no_input_count": errors.HelperUsageMissing,
-    "negative_count": errors.HelperUsageMissing,
-    "bool_count": errors.HelperUsageMissing,
-    "float_count": errors.HelperUsageMissing,
-    "text_count": errors.HelperUsageMissing,
-    "error_500": errors.HelperStatus,
-    "busy_503": errors.HelperStatus,
-    "redirect": errors.HelperRedirect,
-    "html": errors.HelperNotJson,
-    "json_as_text": errors.HelperNotJson,
-    "gzip": errors.HelperAnswerInvalid,
-    "bad_json": errors.HelperAnswerInvalid,
-    "twice_a_key": errors.HelperAnswerInvalid,
-    "nan": errors.HelperAnswerInvalid,
-    "not_utf8": errors.HelperAnswerInvalid,
-    "deep": errors.HelperAnswerInvalid,
-    "list": errors.HelperAnswerInvalid,
-    "huge": errors.HelperAnswerInvalid,
-    "lost": errors.HelperTransport,
-    "reset": errors.HelperTransport,
-    "garbage": errors.HelperTransport,
-    "cut": errors.HelperTruncated,
+UNMEASURED: dict[str, errors.Failure[errors.HelperFault]] = {
+    "no_usage": errors.HELPER_USAGE_MISSING,
+    "no_output_count": errors.HELPER_USAGE_MISSING,
+    "no_input_count": errors.HELPER_USAGE_MISSING,
+    "negative_count": errors.HELPER_USAGE_MISSING,
+    "bool_count": errors.HELPER_USAGE_MISSING,
+    "float_count": errors.HELPER_USAGE_MISSING,
+    "text_count": errors.HELPER_USAGE_MISSING,
+    "error_500": errors.HELPER_STATUS,
+    "busy_503": errors.HELPER_STATUS,
+    "redirect": errors.HELPER_REDIRECT,
+    "html": errors.HELPER_NOT_JSON,
+    "json_as_text": errors.HELPER_NOT_JSON,
+    "gzip": errors.HELPER_ANSWER_INVALID,
+    "bad_json": errors.HELPER_ANSWER_INVALID,
+    "twice_a_key": errors.HELPER_ANSWER_INVALID,
+    "nan": errors.HELPER_ANSWER_INVALID,
+    "not_utf8": errors.HELPER_ANSWER_INVALID,
+    "deep": errors.HELPER_ANSWER_INVALID,
+    "list": errors.HELPER_ANSWER_INVALID,
+    "huge": errors.HELPER_ANSWER_INVALID,
+    "lost": errors.HELPER_TRANSPORT,
+    "reset": errors.HELPER_TRANSPORT,
+    "garbage": errors.HELPER_TRANSPORT,
+    "cut": errors.HELPER_TRUNCATED,
 }
 
 
@@ -203,7 +204,7 @@ async def test_an_answer_that_was_paid_for_says_what_it_cost(
     fake.failure = failure
     expected, output_tokens = MEASURED[failure]
     fault = await refusal(fake, kind)
-    assert type(fault) is expected
+    assert fault.failure is expected
     assert fault.usage == (len(PROMPT.split()), output_tokens)
     assert len(fake.calls) == 1
 
@@ -214,7 +215,7 @@ async def test_a_completion_of_another_shape_is_refused(fake: FakeHelper, failur
     fake.failure = failure
     expected, output_tokens = MEASURED_COMPLETIONS[failure]
     fault = await refusal(fake, "completions")
-    assert type(fault) is expected
+    assert fault.failure is expected
     assert fault.usage == (len(PROMPT.split()), output_tokens)
 
 
@@ -222,11 +223,11 @@ async def test_a_completion_of_another_shape_is_refused(fake: FakeHelper, failur
 async def test_what_was_sent_is_refused_by_name_and_never_sent_again(
     fake: FakeHelper, kind: Kind, failure: str
 ) -> None:
-    """Each broken exchange has a class of its own, unknown usage, and one call behind it."""
+    """Each broken exchange has a row of its own, unknown usage, and one call behind it."""
     fake.failure = failure
     fake.verdict = lambda prompt: prompt
     fault = await refusal(fake, kind)
-    assert type(fault) is UNMEASURED[failure]
+    assert fault.failure is UNMEASURED[failure]
     assert fault.usage is None
     assert len(fake.calls) == 1
 
@@ -242,7 +243,7 @@ async def test_an_answer_that_does_not_come_is_a_timeout(
         helper.timeout_seconds = 0.1
         with pytest.raises(errors.HelperFault) as caught:
             await helper.ask(PROMPT, seed=1)
-    assert type(caught.value) is errors.HelperTimeout
+    assert errors.HELPER_TIMEOUT.matches(caught.value)
     assert caught.value.usage is None
 
 
@@ -254,7 +255,7 @@ async def test_a_deadline_ends_the_exchange_before_the_timeout(
     async with client(fake, kind) as helper:
         await helper.ask(PROMPT, seed=1)
         deadline = asyncio.get_running_loop().time() + 0.1
-        with pytest.raises(errors.HelperTimeout):
+        with raises(errors.HELPER_TIMEOUT):
             await helper.ask(PROMPT, seed=1, deadline=deadline)
 
 
@@ -277,18 +278,16 @@ async def test_an_sglang_without_seeds_is_told_by_its_remedy(fake: FakeHelper) -
     """An old SGLang refuses the seed with a bare 500, so the sentence has to name the cure."""
     fake.knows_seed = False
     fault = await refusal(fake, "sglang")
-    assert type(fault) is errors.HelperStatus
+    assert errors.HELPER_STATUS.matches(fault)
     assert "sampling_seed" in fault.message
 
 
 async def test_every_way_to_fail_has_a_cause_of_its_own() -> None:
     """The latch tells the failures apart by their causes, so no two share one."""
-    faults = [errors.HelperFault]
-    for fault in faults:
-        faults.extend(fault.__subclasses__())
-    causes = [fault.cause for fault in faults]
+    rows = [row for row in errors.TABLE.values() if issubclass(row.family, errors.HelperFault)]
+    causes = [row.cause for row in rows]
     assert len(set(causes)) == len(causes) == 15
-    assert causes == [fault.code for fault in faults]
+    assert causes == [row.answer.code for row in rows]
 
 
 # --- connections that never were -----------------------------------------------------------------
@@ -356,7 +355,7 @@ async def test_a_lost_connection_is_not_taken_for_one_that_never_was(
     late = LateHelper(FakeHelper(), after=1)
     async with client(fake, kind, pause=late.pause) as helper:
         await helper.ask(PROMPT, seed=1)
-        with pytest.raises(errors.HelperTransport):
+        with raises(errors.HELPER_TRANSPORT):
             await helper.ask(PROMPT, seed=1)
     assert late.pauses == []
     assert len(fake.calls) == 2

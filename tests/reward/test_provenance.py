@@ -18,6 +18,7 @@ from smartsearch_sidecar.reward.provenance import (
     block_digest,
     block_of,
 )
+from tests.fakes.raised import raises
 from tests.fakes.rollouts import SYSTEM_PROMPT, Turn, answered, block, final, prompt, rollout
 
 DECLINED = "invalid query"
@@ -155,7 +156,7 @@ def test_a_cut_error_is_not_judged_but_a_whole_one_before_it_is(digests: AnswerD
 @pytest.mark.parametrize("text", ["", prompt("q").removesuffix("<think>"), "<think>" * 3])
 def test_without_a_response_the_template_differs(digests: AnswerDigests, text: str) -> None:
     """A text without a fourth <think> must be refused, not judged as empty."""
-    with pytest.raises(errors.TemplateDiffers, match="fourth <think>"):
+    with raises(errors.TEMPLATE_DIFFERS, match="fourth <think>"):
         digests.judge(text)
 
 

@@ -17,6 +17,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.references import Located, References, user_question
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.reward.source import verify_file
+from tests.fakes.raised import raises
 from tests.fakes.rollouts import cases, final, prompt, rollout
 
 SECRET = "Zanzibar"
@@ -95,7 +96,7 @@ def test_what_was_not_declared_is_refused(
     references: References, question: str, answers: str | list[str]
 ) -> None:
     """Another question, or other answers in any way, must be refused without naming an answer."""
-    with pytest.raises(errors.ReferenceMismatch) as caught:
+    with raises(errors.REFERENCE_MISMATCH) as caught:
         references.lookup(prompt(question), answers)
     assert SECRET not in str(caught.value)
     assert "Unguja" not in str(caught.value)
@@ -115,7 +116,7 @@ def test_what_was_not_declared_is_refused(
 )
 def test_a_text_without_a_user_turn_is_named_as_such(references: References, text: str) -> None:
     """A missing user turn must be told apart from a mismatch: template or decoding differ."""
-    with pytest.raises(errors.NoUserTurn, match="template"):
+    with raises(errors.NO_USER_TURN, match="template"):
         references.lookup(text, [SECRET, "Unguja"])
 
 
@@ -174,7 +175,7 @@ def test_a_large_parquet_is_read_through(tmp_path: Path) -> None:
     references = References.load(parquet(tmp_path / "a", rows))
     assert references.lookup(prompt("Number 2999?"), ["2999"]).split == "train"
     rows[2500]["question"] = None
-    with pytest.raises(errors.ReferencesError, match="row 2501: question"):
+    with raises(errors.REFERENCES_INVALID, match="row 2501: question"):
         References.load(parquet(tmp_path / "a", rows))
 
 
@@ -211,7 +212,7 @@ def test_repetition_is_allowed_when_the_answers_agree(tmp_path: Path) -> None:
     again = {"question": " Who? ", "ground_truth": SECRET}
     assert len(References.load(jsonl(tmp_path / "a", [row, again]))) == 1
     other = {"question": "Who?", "golden_answers": ["Pemba"]}
-    with pytest.raises(errors.ReferencesError, match=r"row 3: .* other answers") as caught:
+    with raises(errors.REFERENCES_INVALID, match=r"row 3: .* other answers") as caught:
         References.load(jsonl(tmp_path / "b", [row, again, other]))
     assert SECRET not in str(caught.value)
 
@@ -221,7 +222,7 @@ def test_splits_are_disjoint(tmp_path: Path) -> None:
     row = {"question": "Who?", "golden_answers": [SECRET]}
     train = jsonl(tmp_path / "a", [row])
     validation = jsonl(tmp_path / "b", [{"question": "New?", "golden_answers": ["y"]}, row])
-    with pytest.raises(errors.ReferencesError, match=r"validation .*row 2: .*train split"):
+    with raises(errors.REFERENCES_INVALID, match=r"validation .*row 2: .*train split"):
         References.load(train, validation)
 
 
@@ -258,7 +259,7 @@ def test_bad_rows_are_named_by_number(tmp_path: Path, line: str, said: str) -> N
     """Every way a row can be unusable must be named by file and line, blank lines counted."""
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
-    with pytest.raises(errors.ReferencesError, match=rf"bad\.jsonl: row 3: .*{said}") as caught:
+    with raises(errors.REFERENCES_INVALID, match=rf"bad\.jsonl: row 3: .*{said}") as caught:
         References.load(path)
     assert SECRET not in str(caught.value)
 
@@ -267,14 +268,14 @@ def test_bad_bytes_are_named_by_number(tmp_path: Path) -> None:
     """A line that is not UTF-8 must be named like any other bad line."""
     path = tmp_path / "bad.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"question": "\xff"}\n' + GOOD.encode("utf-16"))
-    with pytest.raises(errors.ReferencesError, match="row 2: not a line of JSON"):
+    with raises(errors.REFERENCES_INVALID, match="row 2: not a line of JSON"):
         References.load(path)
 
 
 def test_many_bad_rows_are_summed_up(tmp_path: Path) -> None:
     """A file that is wrong throughout must be refused with a sentence of bounded length."""
     path = jsonl(tmp_path / "bad.jsonl", [{"question": "q"}] * 500)
-    with pytest.raises(errors.ReferencesError, match=r"row 5: .*and 495 more") as caught:
+    with raises(errors.REFERENCES_INVALID, match=r"row 5: .*and 495 more") as caught:
         References.load(path)
     assert len(str(caught.value)) < 800
 
@@ -283,7 +284,7 @@ def test_many_bad_rows_are_summed_up(tmp_path: Path) -> None:
 def test_a_file_without_rows_is_refused(tmp_path: Path, text: bytes) -> None:
     """A split that declares nothing must be refused, not accepted as empty."""
     (tmp_path / "empty").write_bytes(text)
-    with pytest.raises(errors.ReferencesError, match="no rows"):
+    with raises(errors.REFERENCES_INVALID, match="no rows"):
         References.load(tmp_path / "empty")
 
 
@@ -291,7 +292,7 @@ def test_an_empty_parquet_is_refused(tmp_path: Path) -> None:
     """A Parquet file without rows must be refused like an empty file."""
     table = pa.Table.from_pylist([trainer_row("Who?", ["a"])]).slice(0, 0)
     pq.write_table(table, tmp_path / "empty")
-    with pytest.raises(errors.ReferencesError, match="no rows"):
+    with raises(errors.REFERENCES_INVALID, match="no rows"):
         References.load(tmp_path / "empty")
 
 
@@ -301,9 +302,9 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(good[:-20])
     (tmp_path / "magic").write_bytes(b"PAR1")
     for name in ("absent", "", "cut", "magic"):
-        with pytest.raises(errors.ReferencesError):
+        with raises(errors.REFERENCES_INVALID):
             References.load(tmp_path / name)
-    with pytest.raises(errors.ReferencesError, match=r"reward\.references"):
+    with raises(errors.REFERENCES_INVALID, match=r"reward\.references"):
         References.load(None, None)
 
 
@@ -313,6 +314,6 @@ def test_parquet_without_pyarrow_names_the_extra(
     """An installation without the extra must say its name, and read JSONL all the same."""
     table = parquet(tmp_path / "a", [trainer_row("Who?", ["a"])])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(errors.NotAvailable, match=r"\[parquet\]"):
+    with raises(errors.NOT_AVAILABLE, match=r"\[parquet\]"):
         References.load(table)
     assert len(References.load(jsonl(tmp_path / "b", [trainer_row("Who?", ["a"])]))) == 1

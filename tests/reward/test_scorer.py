@@ -18,6 +18,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.scorer import Scorer, VerdictCounts
 from smartsearch_sidecar.reward.source import verify_file
+from tests.fakes.raised import raises
 from tests.fakes.rollouts import Case, answered, cases, final, rollout
 
 FAKE = Path(__file__).parents[1] / "fakes" / "scorer_source.py"
@@ -166,28 +167,28 @@ def test_nothing_but_functions_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "entry, raised",
     [
-        ("return 0, 'no user turn here'", errors.TemplateDiffers),
-        ("return (0.7, 'why')", errors.TemplateDiffers),
-        ("return ()", errors.TemplateDiffers),
-        ("return True", errors.ScorerFailed),
-        ("return None", errors.ScorerFailed),
-        ("return '0.5'", errors.ScorerFailed),
-        ("return [0.5]", errors.ScorerFailed),
-        ("return float('nan')", errors.NonFiniteReward),
-        ("return float('inf')", errors.NonFiniteReward),
-        ("return float('-inf')", errors.NonFiniteReward),
-        ("return 10 ** 400", errors.NonFiniteReward),
-        ("return requests.get('x')", errors.ScorerFailed),
+        ("return 0, 'no user turn here'", errors.TEMPLATE_DIFFERS),
+        ("return (0.7, 'why')", errors.TEMPLATE_DIFFERS),
+        ("return ()", errors.TEMPLATE_DIFFERS),
+        ("return True", errors.SCORER_FAILED),
+        ("return None", errors.SCORER_FAILED),
+        ("return '0.5'", errors.SCORER_FAILED),
+        ("return [0.5]", errors.SCORER_FAILED),
+        ("return float('nan')", errors.NONFINITE_REWARD),
+        ("return float('inf')", errors.NONFINITE_REWARD),
+        ("return float('-inf')", errors.NONFINITE_REWARD),
+        ("return 10 ** 400", errors.NONFINITE_REWARD),
+        ("return requests.get('x')", errors.SCORER_FAILED),
     ],
 )
 def test_what_is_not_a_reward_is_refused(
-    tmp_path: Path, entry: str, raised: type[errors.RewardError]
+    tmp_path: Path, entry: str, raised: errors.Failure[Any]
 ) -> None:
     """Whatever the source returns but a finite number must be refused under its own name."""
     scorer = written(tmp_path, entry)
-    with pytest.raises(raised):
+    with raises(raised):
         scorer.score("", "", [])
-    with pytest.raises(raised):
+    with raises(raised):
         scorer.score_serial("", "", lambda _: "")
 
 
@@ -201,7 +202,7 @@ def test_template_is_refused_before_anybody_is_asked(scorer: Scorer) -> None:
     """A text the source cannot read must fail in the first pass, with a sentence that says why."""
     text = rollout("Which city?", [], final("Paris"))
     for broken in (text.replace("<|im_start|>user", "user"), text.replace("<think>", "")):
-        with pytest.raises(errors.TemplateDiffers, match="template"):
+        with raises(errors.TEMPLATE_DIFFERS, match="template"):
             scorer.collect_prompts(broken, "Paris")
 
 
@@ -250,7 +251,7 @@ def test_other_prompts_fail_the_score(
 ) -> None:
     """A second pass that asks anything but the first pass's prompts must not give a reward."""
     text, answers = asked
-    with pytest.raises(errors.PromptsDiffer):
+    with raises(errors.PROMPTS_DIFFER):
         scorer.score(text, "Paris", change(answers))
 
 
@@ -261,7 +262,7 @@ def test_a_source_that_swallows_cannot_hide_a_failure(tmp_path: Path) -> None:
         "    try:\n        get_model_score('q')\n    except BaseException:\n        return 1.0"
     )
     scorer = written(tmp_path, body)
-    fault = errors.HelperTimeout("the helper did not answer")
+    fault = errors.HELPER_TIMEOUT("the helper did not answer")
     cause = OSError("gone")
     asked: list[str] = []
 
@@ -269,12 +270,12 @@ def test_a_source_that_swallows_cannot_hide_a_failure(tmp_path: Path) -> None:
         asked.append(prompt)
         raise fault from cause
 
-    with pytest.raises(errors.HelperTimeout) as caught:
+    with raises(errors.HELPER_TIMEOUT) as caught:
         scorer.score_serial("", "", ask)
     assert caught.value is fault
     assert caught.value.__cause__ is cause
     assert asked == ["p"]
-    with pytest.raises(errors.PromptsDiffer):
+    with raises(errors.PROMPTS_DIFFER):
         scorer.score("", "", [])
 
 
@@ -282,9 +283,9 @@ def test_a_helper_fault_keeps_its_name(scorer: Scorer, asked: Any) -> None:
     """A fault of the helper must not be reported as a fault of the scorer."""
 
     def ask(_prompt: str) -> str:
-        raise errors.HelperEmpty("the helper's text is empty")
+        raise errors.HELPER_EMPTY("the helper's text is empty")
 
-    with pytest.raises(errors.HelperEmpty):
+    with raises(errors.HELPER_EMPTY):
         scorer.score_serial(asked[0], "Paris", ask)
 
 

@@ -21,6 +21,7 @@ from smartsearch_sidecar.reward.source import (
     verify_checkout,
     verify_file,
 )
+from tests.fakes.raised import raises
 
 FAKE = Path(__file__).parents[1] / "fakes" / "scorer_source.py"
 RELATIVE = "src/reward/scorer.py"
@@ -300,7 +301,7 @@ def _folder(path: Path) -> None:
 def test_changed_bytes_are_noticed(single: VerifiedSource, change: Callable[[Path], None]) -> None:
     """Any change of the file after loading must fail the next check."""
     change(single.path)
-    with pytest.raises(errors.SourceChanged):
+    with raises(errors.SOURCE_CHANGED):
         single.recheck()
 
 
@@ -309,14 +310,14 @@ def test_a_link_put_into_the_checkout_is_noticed(checkout: Path, tmp_path: Path)
     source = verify_checkout(checkout, pin=pin_of(checkout))
     (checkout / "src").rename(tmp_path / "elsewhere")
     (checkout / "src").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(errors.SourceChanged):
+    with raises(errors.SOURCE_CHANGED):
         source.recheck()
 
 
 def test_restored_bytes_are_the_source_again(single: VerifiedSource) -> None:
     """The check must compare bytes, not remember that it once failed."""
     _append(single.path)
-    with pytest.raises(errors.SourceChanged):
+    with raises(errors.SOURCE_CHANGED):
         single.recheck()
     shutil.copy(FAKE, single.path)
     single.recheck()
@@ -330,9 +331,9 @@ def test_a_run_may_not_overlap_the_source(
     link = tmp_path / "link"
     link.symlink_to(checkout)
     for run in (checkout, checkout / "runs" / "1", tmp_path, link / "runs", checkout / ".." / "."):
-        with pytest.raises(errors.RunDirectoryError, match="overlaps"):
+        with raises(errors.RUN_DIRECTORY, match="overlaps"):
             whole.refuse_overlap(run)
-    with pytest.raises(errors.RunDirectoryError):
+    with raises(errors.RUN_DIRECTORY):
         single.refuse_overlap(single.path.parent)
     whole.refuse_overlap(tmp_path / "runs")
     single.refuse_overlap(single.path.parent / "runs")

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, WAIT, Meter, Reservation
+from tests.fakes.raised import raises
 
 
 def usage(meter: Meter) -> tuple[int, int, int, int, int]:
@@ -79,13 +80,13 @@ def test_tokens_are_exhausted_only_once_nothing_is_unsettled() -> None:
     meter.reserve()
     assert meter.reserve() == WAIT
     meter.lost(1)
-    with pytest.raises(errors.QuotaExhausted, match=r"reward\.validation\.max_output_tokens"):
+    with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.validation\.max_output_tokens"):
         meter.reserve()
 
 
 def test_a_quota_below_one_call_is_exhausted_at_once() -> None:
     """The first call is admitted or refused by the same rule as any other."""
-    with pytest.raises(errors.QuotaExhausted):
+    with raises(errors.QUOTA_EXHAUSTED):
         Meter(10, 2047).reserve()
     assert Meter(10, 2048).reserve() == Reservation(1, 2048)
 
@@ -94,7 +95,7 @@ def test_calls_are_exhausted_at_once() -> None:
     """Waiting brings no call back, so nobody waits for one."""
     meter = Meter(1, 10_000)
     meter.reserve()
-    with pytest.raises(errors.QuotaExhausted, match=r"reward\.max_helper_calls"):
+    with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.max_helper_calls"):
         meter.reserve()
 
 
@@ -103,7 +104,7 @@ def test_an_overlong_answer_is_counted_as_it_was() -> None:
     meter = Meter(10, 4096)
     meter.reserve()
     meter.on_failed(1, (5, 3000))
-    with pytest.raises(errors.QuotaExhausted):
+    with raises(errors.QUOTA_EXHAUSTED):
         meter.reserve()
     assert meter.output_tokens == 3000
 
@@ -117,7 +118,7 @@ def test_scores_have_numbers_and_a_quota_of_their_own() -> None:
     meter.on_score_failed(1)
     meter.on_score_answered(2)
     assert (meter.score_attempts, meter.score_responses, meter.settled) == (2, 1, True)
-    with pytest.raises(errors.QuotaExhausted, match=r"reward\.max_scores"):
+    with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.max_scores"):
         meter.admit_score()
 
 
@@ -199,7 +200,9 @@ class MeterMachine(RuleBasedStateMachine):
         room = 9 * 1000 + 48 - self.at_most()
         try:
             decision = self.live.reserve()
-        except errors.QuotaExhausted:
+        except errors.SidecarError as exc:
+            refused = exc.failure
+            assert refused is errors.QUOTA_EXHAUSTED
             assert len(self.spent) == 12 or (room < 1000 and not self.open)
             return
         if decision == WAIT:
@@ -276,7 +279,9 @@ class MeterMachine(RuleBasedStateMachine):
             self.lose(0)
         try:
             assert isinstance(self.live.admit(), Reservation)
-        except errors.QuotaExhausted:
+        except errors.SidecarError as exc:
+            refused = exc.failure
+            assert refused is errors.QUOTA_EXHAUSTED
             assert self.at_most() + 1000 > 9 * 1000 + 48 or len(self.spent) == 12
 
 

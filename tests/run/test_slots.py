@@ -9,6 +9,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.slots import Slots
+from tests.fakes.raised import raises
 
 FAR = 1e9
 
@@ -28,7 +29,7 @@ async def test_ninth_is_refused_at_once_without_a_room() -> None:
     slots = Slots(8, 0)
     for _ in range(8):
         await slots.take(FAR)
-    with pytest.raises(errors.Busy):
+    with raises(errors.BUSY):
         await slots.take(FAR)
     assert (slots.in_service, slots.waiting, slots.refused) == (8, 0, 1)
 
@@ -58,7 +59,7 @@ async def test_room_is_bounded() -> None:
     await slots.take(FAR)
     waiting = [asyncio.create_task(slots.take(FAR)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(errors.Busy):
+    with raises(errors.BUSY):
         await slots.take(FAR)
     slots.give()
     await waiting[0]
@@ -72,7 +73,7 @@ async def test_deadline_while_waiting_is_busy() -> None:
     """A waiter whose deadline passes is refused and leaves no trace."""
     slots = Slots(1, 5)
     await slots.take(FAR)
-    with pytest.raises(errors.Busy):
+    with raises(errors.BUSY):
         await slots.take(asyncio.get_running_loop().time() - 1.0)
     assert slots.waiting == 0
     slots.give()

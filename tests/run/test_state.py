@@ -10,6 +10,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.record import KINDS, Kind, Record
 from smartsearch_sidecar.run.state import Cause, Phase, RunState
 from tests.fakes.journals import Event, answered, closed, failed, latched, requested
+from tests.fakes.raised import raises
 
 
 def claimed(max_calls: int = 10) -> Event:
@@ -112,7 +113,7 @@ def test_latch_closes_for_good_with_its_cause() -> None:
     state = folded(ASK, failed(1), latched("retrieval_failed", 1, consumed=True))
     assert state.closed
     assert state.cause == Cause("retrieval_failed", 1, True, "for a test")
-    with pytest.raises(errors.LatchClosed):
+    with raises(errors.LATCH_CLOSED):
         state.admit_search()
 
 
@@ -132,7 +133,7 @@ def test_quota_is_exhausted_exactly_at_its_end() -> None:
     state = folded(ASK, ANSWER, max_calls=2)
     assert state.admit_search() == 2
     state.fold(Record(Kind.RETRIEVAL_REQUESTED.value, 2, {}))
-    with pytest.raises(errors.QuotaExhausted):
+    with raises(errors.QUOTA_EXHAUSTED):
         state.admit_search()
 
 

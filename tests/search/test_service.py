@@ -254,7 +254,7 @@ async def test_failed_sync_closes_the_door_at_once(tmp_path: Path) -> None:
 async def test_a_broken_invariant_is_500_and_ends_the_run(tmp_path: Path) -> None:
     """A promise of our own that breaks in a search settles the attempt and closes the latch."""
     provider = FakeProvider()
-    provider.fault = errors.InvariantBroken("broken")
+    provider.fault = errors.INTERNAL_ERROR("broken")
     async with served(tmp_path / "run", provider=provider) as run:
         assert (await run.execute("q"))[0] == 500
         settled_and_latched(run, "internal_error", 1)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from aiohttp import web
 
-from smartsearch_sidecar.errors import InvalidBody, InvariantBroken
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.web import edge
 from tests.web.rawclient import (
     PATIENCE,
@@ -143,7 +143,7 @@ async def test_late_or_short_body_is_an_invalid_body() -> None:
         asyncio.get_running_loop().call_soon(reading.set)
         try:
             await request.body(4, 0.05 if request.raw_target == "/late" else PATIENCE)
-        except InvalidBody as exc:
+        except errors.EdgeRefusal as exc:
             raised.append(exc.message)
             return request.refuse(400, b"{}")
         return answering(request)
@@ -264,7 +264,7 @@ def test_response_head_is_made_of_constants() -> None:
     assert closed.startswith(b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\n")
     assert closed.endswith(b"\r\nAllow: POST\r\nConnection: close\r\n\r\n")
     for bad in ({"Allow": "POST\r\nX: y"}, {"A\n": "b"}, {"A": "b\0"}, {"A\r\nB": "c", "D": "e"}):
-        with pytest.raises(InvariantBroken):
+        with pytest.raises(errors.InvariantBroken):
             edge.response_head(405, 0, close=True, extra=bad)
 
 
@@ -426,7 +426,7 @@ def raising(exc: BaseException) -> edge.Handler:
         (raising(ValueError(TARGET)), "ValueError"),
         (raising(TimeoutError()), "TimeoutError"),
         (raising(ConnectionResetError()), "ConnectionResetError"),
-        (raising(InvalidBody(TARGET)), "InvalidBody"),
+        (raising(errors.INVALID_BODY(TARGET)), "InvalidBody"),
         (raising(web.HTTPNotFound(text=TARGET)), "InvariantBroken"),
         (returns_nothing, "InvariantBroken"),
         (returns_a_reply_of_nobody, "InvariantBroken"),

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 from aiohttp import web
 
-from smartsearch_sidecar.errors import InvalidBody, InvariantBroken, NotAvailable
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.web import edge
+from tests.fakes.raised import raises
 from tests.web.rawclient import (
     CAPABILITY,
     MARKER,
@@ -433,7 +434,7 @@ async def test_drain_cuts_what_does_not_end_and_counts_it() -> None:
         except asyncio.CancelledError:
             cancelled.append(request.raw_target)
             raise
-        raise InvariantBroken("an event nobody sets was set")
+        raise errors.INTERNAL_ERROR("an event nobody sets was set")
 
     async with serving(handler) as served:
         stays, leaves = await served.connect(), await served.connect()
@@ -505,9 +506,9 @@ async def test_drain_waits_to_see_whether_the_last_answers_were_read() -> None:
 def test_untested_aiohttp_and_its_slow_parser_are_refused_with_the_remedy() -> None:
     """An aiohttp nobody tested, or one without its C parser, does not start."""
     edge.check_runtime()
-    with pytest.raises(NotAvailable, match=r"aiohttp 9\.9\.9 is installed.*install that version"):
+    with raises(errors.NOT_AVAILABLE, match=r"aiohttp 9\.9\.9 is installed.*install that version"):
         edge.check_runtime(version="9.9.9")
-    with pytest.raises(NotAvailable, match="AIOHTTP_NO_EXTENSIONS"):
+    with raises(errors.NOT_AVAILABLE, match="AIOHTTP_NO_EXTENSIONS"):
         edge.check_runtime(parser="aiohttp.http_parser")
 
 
@@ -518,7 +519,7 @@ async def test_edge_without_bounds_is_refused() -> None:
         return answering(request)
 
     for capability_marker, seconds, most in ((b"", 75.0, 1), (MARKER, 0.0, 1), (MARKER, 75.0, 0)):
-        with pytest.raises(InvariantBroken):
+        with pytest.raises(errors.InvariantBroken):
             edge.serve(
                 handler,
                 observer=Recorder(),
@@ -568,12 +569,12 @@ async def test_connection_lost_before_its_first_step_is_nobodys_fault() -> None:
 
 async def test_client_lost_before_the_handlers_first_step_has_sent_a_short_body() -> None:
     """Between a request and its handler lies a turn of the loop; a client may leave in it."""
-    raised: list[InvalidBody] = []
+    raised: list[errors.SidecarError] = []
 
     async def handler(request: edge.EdgeRequest) -> edge.Reply:
         try:
             await request.body(2, PATIENCE)
-        except InvalidBody as exc:
+        except errors.EdgeRefusal as exc:
             raised.append(exc)
             return request.refuse(400, b"{}")
         return answering(request)

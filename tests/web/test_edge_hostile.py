@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 from aiohttp import web
 
-from smartsearch_sidecar.errors import InvalidBody
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.web import edge
 from tests.web.rawclient import (
     CAPABILITY,
@@ -233,14 +233,14 @@ async def test_flood_behind_malformed_bytes_is_not_parsed() -> None:
 
 async def test_bad_chunk_ends_the_body_for_whoever_reads_it() -> None:
     """A reader of a coded body is told of its error at once, not by its own deadline."""
-    raised: list[InvalidBody] = []
+    raised: list[errors.SidecarError] = []
     reading = asyncio.Event()
 
     async def handler(request: edge.EdgeRequest) -> edge.Reply:
         asyncio.get_running_loop().call_soon(reading.set)
         try:
             await request.body(4, 10 * PATIENCE)
-        except InvalidBody as exc:
+        except errors.EdgeRefusal as exc:
             raised.append(exc)
         return request.refuse(400, b"{}")
 
@@ -476,7 +476,7 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
         handled += 1
         try:
             return await answering(request)
-        except InvalidBody:
+        except errors.EdgeRefusal:
             return request.refuse(400, b'{"error":{"code":"invalid_body"}}')
 
     async with serving(handler) as served:

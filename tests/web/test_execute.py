@@ -347,10 +347,10 @@ async def test_quota(tmp_path: Path) -> None:
     ("fault", "cause"),
     [
         (ValueError("x"), "retrieval_failed"),
-        (errors.ProviderFault("x"), "retrieval_failed"),
-        (errors.IdentityChanged("x"), "identity_changed"),
-        (errors.DocumentInvalid("x"), "document_invalid"),
-        (errors.DocumentDrift("x"), "document_drift"),
+        (errors.PROVIDER_FAULT("x"), "retrieval_failed"),
+        (errors.IDENTITY_CHANGED("x"), "identity_changed"),
+        (errors.DOCUMENT_INVALID("x"), "document_invalid"),
+        (errors.DOCUMENT_DRIFT("x"), "document_drift"),
     ],
 )
 async def test_provider_faults_are_502(tmp_path: Path, fault: Exception, cause: str) -> None:

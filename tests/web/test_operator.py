@@ -14,7 +14,6 @@ import aiohttp
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.remedies import REMEDIES
 from smartsearch_sidecar.web.history import COLUMNS, WHOLE_ROWS, History, Snapshot, quantile
 from smartsearch_sidecar.web.operator import KEPT, LISTED_A_TICK, VIEWERS_MAX
 from tests.fakes.disk import ReadOnlyDisk
@@ -116,7 +115,7 @@ async def test_failure_is_told_with_cause_and_remedy(tmp_path: Path) -> None:
         assert tick["failure"]["cause"] == "operator"
         assert tick["failure"]["detail"] == "wrong corpus"
         assert tick["failure"]["at"] > hello["about"]["started_at"]
-        assert tick["failure"]["remedy"] == REMEDIES["operator"]
+        assert tick["failure"]["remedy"] == errors.remedy("operator")
 
 
 async def test_failed_ledger_has_a_time_as_well(tmp_path: Path) -> None:
@@ -337,30 +336,28 @@ def test_rates_wait_for_enough_to_go_by() -> None:
 # --- remedies -------------------------------------------------------------------------------------
 
 
-def causes() -> set[str]:
-    """Every cause a latch can close with: of the exceptions, and those named where they happen."""
-    found = {"operator", "response_undelivered", "unresolved_after_restart", "unclean_restart"}
-    waiting: list[type[errors.SidecarError]] = [errors.SidecarError]
-    while waiting:
-        one = waiting.pop()
-        waiting += one.__subclasses__()
-        if one.cause is not None:
-            found.add(one.cause)
-    found |= {"http_invalid_request", "invalid_native_request", "invalid_reward_request"}
-    edge = {"busy", "invalid_body", "body_size", "content_type", "invalid_request"}
-    return found | {f"reward_http_{name}" for name in edge}
-
-
 def test_every_cause_has_a_remedy() -> None:
-    """Whatever closes the latch, the page says what to look at; no remedy is for nothing."""
-    assert set(REMEDIES) == causes()
-    for cause, words in REMEDIES.items():
-        assert words.endswith("."), cause
+    """Each cause that closes the latch has one remedy, a sentence; the page shows it."""
+    causes = [row.cause for row in errors.TABLE.values() if row.cause is not None]
+    for row in errors.TABLE.values():
+        assert (row.cause is None) == (row.remedy == ""), row
+        assert not row.remedy or row.remedy.endswith("."), row
+        if row.cause is not None:
+            assert errors.remedy(row.cause) == row.remedy
+    shared = {cause for cause in causes if causes.count(cause) > 1}
+    assert shared == {"retrieval_failed"}  # one sentence for a provider, a transport and a tag
+
+
+def test_one_code_has_one_status_and_one_sentence() -> None:
+    """A caller can rely on the code alone: rows that share it answer alike."""
+    told: dict[str, errors.Told] = {}
+    for row in errors.TABLE.values():
+        assert told.setdefault(row.answer.code, row.answer) == row.answer
 
 
 def test_causes_named_in_the_code_are_known() -> None:
     """A cause that stands in the code as a word is one of those above."""
-    known = causes()
+    known = {row.cause for row in errors.TABLE.values()}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         for cause in re.findall(r"close_latch\(\s*\"(\w+)\"|cause=\"(\w+)\"", text):

@@ -653,4 +653,4 @@ async def test_a_slip_of_ours_settles_the_batch(tmp_path: Path) -> None:
             await task
         assert run.service.state.settled
         assert run.service.slots.idle
-        assert await cause(run) == errors.InvariantBroken.cause
+        assert await cause(run) == errors.INTERNAL_ERROR.closes_as

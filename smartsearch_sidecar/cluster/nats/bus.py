@@ -17,13 +17,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Asked, Bus, Entry, Heard, Linked, Read
 from smartsearch_sidecar.cluster.nats.connection import Message, Session
 from smartsearch_sidecar.cluster.nats.dialer import Link
 from smartsearch_sidecar.cluster.nats.follower import Following
 from smartsearch_sidecar.cluster.nats.streams import Streams, api, decoded, last_message
 from smartsearch_sidecar.config import Cluster
-from smartsearch_sidecar.errors import ClusterUnreachable, InvariantBroken
 
 PATIENCE_SECONDS: Final = 12.0
 """The bound of every call: NATS takes four to nine to have a new leader where one has died."""
@@ -127,7 +127,7 @@ class NatsBus:
                 if not unknown:
                     return False
                 message = await last_message(session, self._streams.keys.name, subject)
-            except ClusterUnreachable:
+            except errors.ClusterUnreachable:
                 unknown = True
                 raise
             return mark.encode() in decoded(message or {}, "hdrs")
@@ -154,7 +154,7 @@ class NatsBus:
             async with asyncio.timeout(self._link.patience):
                 await self._keys.reaches(present["seq"] if present else 0)
         except TimeoutError:
-            raise ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 f"NATS does not tell what is set under {prefix!r}: check its servers"
             ) from None
         for key, value in self._values.items():
@@ -204,7 +204,7 @@ class NatsBus:
                     try:
                         subscription = await session.subscribe(inbox, hear)
                         await session.publish(self._ask_subject, question, reply=inbox)
-                    except ClusterUnreachable:
+                    except errors.ClusterUnreachable:
                         session.end("the NATS server did not take a question")
                         continue
                     asked = True
@@ -214,7 +214,7 @@ class NatsBus:
                         await session.unsubscribe(subscription)
                     asked = not session.ended.is_set()
         if not asked and not heard and answers > 0:
-            raise ClusterUnreachable("NATS does not take questions to other nodes")
+            raise errors.CLUSTER_UNREACHABLE("NATS does not take questions to other nodes")
         return list(heard.values())[:answers]
 
     async def answer(self, asked: Asked) -> None:
@@ -237,7 +237,7 @@ class NatsBus:
                 try:
                     await session.subscribe(self._ask_subject, hear)
                     await session.settle()
-                except ClusterUnreachable:
+                except errors.ClusterUnreachable:
                     session.end("the NATS server did not take a subscription")
                     continue
                 listening.set()
@@ -248,7 +248,7 @@ class NatsBus:
             async with asyncio.timeout(self._link.patience):
                 await listening.wait()
         except TimeoutError:
-            raise ClusterUnreachable("NATS brings no questions of other nodes") from None
+            raise errors.CLUSTER_UNREACHABLE("NATS brings no questions of other nodes") from None
 
     async def close(self) -> None:
         # First the link: what ends after it tells nobody.
@@ -267,7 +267,7 @@ class NatsBus:
     def _done(self, task: asyncio.Task[None], vital: bool) -> None:
         self._tasks.discard(task)
         exc = None if task.cancelled() else task.exception()
-        if exc is None or isinstance(exc, ClusterUnreachable):
+        if exc is None or isinstance(exc, errors.ClusterUnreachable):
             return
         # What hears and answers must not raise. Nothing that was missed is made up for.
         if vital:
@@ -278,7 +278,9 @@ class NatsBus:
 
     def _subject(self, key: str) -> str:
         if KEY.fullmatch(key) is None:
-            raise InvariantBroken(f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots")
+            raise errors.INTERNAL_ERROR(
+                f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots"
+            )
         return self._streams.key(key)
 
     async def _append(self, subject: str, data: bytes) -> int:

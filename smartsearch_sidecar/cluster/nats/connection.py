@@ -25,7 +25,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from smartsearch_sidecar.errors import ClusterUnreachable, InvariantBroken
+from smartsearch_sidecar import errors
 
 DIAL_SECONDS: Final = 2
 PULSES_UNANSWERED: Final = 2
@@ -98,7 +98,7 @@ class Session:
             session._pulse = asyncio.create_task(session._pulses(inbox, pulse))
         except (nats.errors.Error, OSError, TimeoutError) as exc:
             await session.close()
-            raise ClusterUnreachable(_not_dialled(url, exc)) from None
+            raise errors.CLUSTER_UNREACHABLE(_not_dialled(url, exc)) from None
         except BaseException:
             await session.close()
             raise
@@ -154,7 +154,7 @@ class Session:
         try:
             return await self._client.subscribe(subject, cb=received)
         except (nats.errors.Error, OSError) as exc:
-            raise ClusterUnreachable(self._lost(exc)) from None
+            raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
 
     async def unsubscribe(self, subscription: Subscription) -> None:
         """Hears no more of it; nothing to do where the session has ended."""
@@ -180,7 +180,7 @@ class Session:
                 await back.wait()
             self._check()
         except TimeoutError:
-            raise ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 f"the NATS server at {place(self.url)} does not answer"
             ) from None
         finally:
@@ -193,9 +193,9 @@ class Session:
             async with asyncio.timeout(DIAL_SECONDS):
                 await self._client.publish(subject, data, reply=reply)
         except nats.errors.MaxPayloadError:
-            raise InvariantBroken(_too_large(subject, data)) from None
+            raise errors.INTERNAL_ERROR(_too_large(subject, data)) from None
         except (nats.errors.Error, OSError, TimeoutError) as exc:
-            raise ClusterUnreachable(self._lost(exc)) from None
+            raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
 
     async def request(
         self, subject: str, data: bytes, *, seconds: float, headers: dict[str, str] | None = None
@@ -215,19 +215,19 @@ class Session:
         try:
             answer = json.loads(asking.result().data)
         except asyncio.CancelledError:
-            raise ClusterUnreachable(self.why) from None
+            raise errors.CLUSTER_UNREACHABLE(self.why) from None
         except nats.errors.NoRespondersError:
-            raise ClusterUnreachable("JetStream has no leader, or is not enabled") from None
+            raise errors.CLUSTER_UNREACHABLE("JetStream has no leader, or is not enabled") from None
         except nats.errors.TimeoutError:
-            raise ClusterUnreachable("JetStream does not answer") from None
+            raise errors.CLUSTER_UNREACHABLE("JetStream does not answer") from None
         except nats.errors.MaxPayloadError:
-            raise InvariantBroken(_too_large(subject, data)) from None
+            raise errors.INTERNAL_ERROR(_too_large(subject, data)) from None
         except (nats.errors.Error, OSError) as exc:
-            raise ClusterUnreachable(self._lost(exc)) from None
+            raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
         except ValueError:
-            raise ClusterUnreachable("JetStream's answer is not JSON") from None
+            raise errors.CLUSTER_UNREACHABLE("JetStream's answer is not JSON") from None
         if not isinstance(answer, dict):
-            raise ClusterUnreachable("JetStream's answer is not an object")
+            raise errors.CLUSTER_UNREACHABLE("JetStream's answer is not an object")
         return answer
 
     def _asked(self, asking: asyncio.Future[Msg]) -> None:
@@ -238,7 +238,7 @@ class Session:
 
     def _check(self) -> None:
         if self.ended.is_set():
-            raise ClusterUnreachable(self.why)
+            raise errors.CLUSTER_UNREACHABLE(self.why)
 
     def _lost(self, exc: Exception) -> str:
         return (
@@ -269,7 +269,7 @@ class Session:
         while self._unanswered < PULSES_UNANSWERED:
             # Counted in turns, not in time: a loop that stood still is one turn late, not two.
             self._unanswered += 1
-            with suppress(ClusterUnreachable):
+            with suppress(errors.ClusterUnreachable):
                 await self.publish(inbox, b"")
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Linked
 from smartsearch_sidecar.cluster.nats.connection import Session
-from smartsearch_sidecar.errors import ClusterRefused, ClusterUnreachable
 
 REDIAL_SECONDS: Final = 0.25
 """Between two rounds over all servers; short, as each round is a few packets."""
@@ -52,7 +52,7 @@ class Link:
         self._session: Session | None = None
         self._arrived = asyncio.Event()
         self._why = "no NATS server has been dialled yet"
-        self._refused: ClusterRefused | None = None
+        self._refused: errors.ClusterRefused | None = None
         self._prove: Attempt[None] | None = None
         self._doubted = asyncio.Event()
         self._counts_from: dict[Hashable, float] = {}
@@ -87,9 +87,9 @@ class Link:
         """The session, as soon as there is one."""
         while True:
             if self._closed:
-                raise ClusterUnreachable("the connection to NATS was closed")
+                raise errors.CLUSTER_UNREACHABLE("the connection to NATS was closed")
             if self._refused is not None:
-                raise ClusterUnreachable(self._refused.message)
+                raise errors.CLUSTER_UNREACHABLE(self._refused.message)
             if self._session is not None and not self._session.ended.is_set():
                 return self._session
             self._arrived.clear()
@@ -112,7 +112,7 @@ class Link:
                     session = await self.reach()
                     try:
                         return await attempt(session)
-                    except ClusterUnreachable as exc:
+                    except errors.ClusterUnreachable as exc:
                         why = exc.message
                     await asyncio.sleep(pause)
                     pause = min(longest, 1.5 * pause)
@@ -123,7 +123,7 @@ class Link:
             else:
                 self.note("proof", 0)
                 self._doubted.set()
-            raise ClusterUnreachable(
+            raise errors.CLUSTER_UNREACHABLE(
                 f"NATS does not answer: {why or self._why}; check cluster.nats_url, and that a "
                 "majority of its servers runs with JetStream"
             ) from None
@@ -192,7 +192,7 @@ class Link:
             for url in tuple(self._urls):
                 try:
                     return await Session.dial(url, name=self._name, tls=tls, pulse=self.pulse)
-                except ClusterUnreachable as exc:
+                except errors.ClusterUnreachable as exc:
                     self._why = exc.message
             await asyncio.sleep(REDIAL_SECONDS)
 
@@ -215,11 +215,11 @@ class Link:
                 self._doubted.clear()
                 try:
                     await self.call(self._prove)
-                except ClusterRefused as exc:
+                except errors.ClusterRefused as exc:
                     self._refused = exc
                     self.note("proof", 0)
                     return
-                except ClusterUnreachable:
+                except errors.ClusterUnreachable:
                     # This server may be on the wrong side of a split: another one may be not.
                     session.end("the NATS server has no quorum")
                     return

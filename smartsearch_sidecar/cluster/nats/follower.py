@@ -19,10 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.nats.connection import Message, Session
 from smartsearch_sidecar.cluster.nats.dialer import Link
 from smartsearch_sidecar.cluster.nats.streams import REQUEST_SECONDS, Stream, last_message
-from smartsearch_sidecar.errors import ClusterUnreachable
 
 SILENCE_SECONDS: Final = 1.0
 """Silence after which the stream is asked whether it has more: what a lost message may cost."""
@@ -56,7 +56,7 @@ class Following:
                 # is linked again: first it hears what it missed.
                 session.at_end(self._missing)
                 # Named by the link where it lasts; here it only means: once more.
-                with suppress(ClusterUnreachable):
+                with suppress(errors.ClusterUnreachable):
                     await self._follow(session)
                 self._missing()
                 await asyncio.sleep(AGAIN_SECONDS)
@@ -121,7 +121,7 @@ class Following:
                     await self._batch(session)
                 self._link.clear(self)
                 return
-            except ClusterUnreachable:
+            except errors.ClusterUnreachable:
                 self._missing()
                 await asyncio.sleep(AGAIN_SECONDS)
 
@@ -151,7 +151,7 @@ class Following:
                 if number > self.last:
                     self._tell(number, headers.get("Nats-Subject", ""), message.data)
         except TimeoutError:
-            raise ClusterUnreachable("JetStream does not answer") from None
+            raise errors.CLUSTER_UNREACHABLE("JetStream does not answer") from None
         finally:
             await session.unsubscribe(subscription)
         if self.last == before:

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.nats.connection import Session
-from smartsearch_sidecar.errors import ClusterRefused, ClusterUnreachable
 
 REQUEST_SECONDS: Final = 1.0
 """What one try may take; the servers answer in milliseconds, or have no leader to answer."""
@@ -40,7 +40,9 @@ async def api(
     answer = await session.request(subject, data, seconds=REQUEST_SECONDS, headers=headers)
     error = answer.get("error")
     if error and error.get("err_code") not in expected:
-        raise ClusterUnreachable(f"JetStream answers: {error.get('description', 'an error')}")
+        raise errors.CLUSTER_UNREACHABLE(
+            f"JetStream answers: {error.get('description', 'an error')}"
+        )
     return answer
 
 
@@ -115,7 +117,7 @@ class Streams:
         for name, made in self._made.items():
             info = await api(session, f"$JS.API.STREAM.INFO.{name}", b"")
             if info.get("created") != made:
-                raise ClusterRefused(
+                raise errors.CLUSTER_REFUSED(
                     f"the NATS stream {name} was made anew while the run went on: what the nodes "
                     "had agreed on is gone, and the run cannot go on"
                 )
@@ -162,11 +164,11 @@ async def _make(session: Session, stream: Stream, replicas: int | None, servers:
         if replicas or not (alone or few):
             break
     if error and error["err_code"] != OTHER_CONFIGURATION:
-        raise ClusterUnreachable(f"JetStream cannot keep the run: {error['description']}")
+        raise errors.CLUSTER_UNREACHABLE(f"JetStream cannot keep the run: {error['description']}")
     if error:
         answer = await api(session, f"$JS.API.STREAM.INFO.{stream.name}", b"")
         if any(answer["config"].get(key) != value for key, value in stream.config.items()):
-            raise ClusterRefused(
+            raise errors.CLUSTER_REFUSED(
                 f"the NATS servers hold a stream {stream.name} that this version has not made: "
                 "give the run another cluster.run_id, or delete the stream"
             )

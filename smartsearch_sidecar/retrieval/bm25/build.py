@@ -25,8 +25,7 @@ from typing import Final
 import orjson
 import tantivy
 
-from smartsearch_sidecar import __version__
-from smartsearch_sidecar.errors import CorpusError, UsageError
+from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.analysis import (
     CONTENTS,
@@ -98,7 +97,7 @@ def build(
     tell = progress or _silent
     sizing = sizing or Sizing()
     if os.path.lexists(out):
-        raise UsageError(f"{out} exists; an index is built into a new folder, so name another")
+        raise errors.USAGE(f"{out} exists; an index is built into a new folder, so name another")
     corpus = Corpus(corpus_path, form)
     with workshop(out) as folder:
         survey = _survey(corpus, folder, tell)
@@ -161,25 +160,27 @@ def _survey(corpus: Corpus, folder: Path, tell: Progress) -> Survey:
         raise _repeated(corpus, *repeat)
     if not passages:
         why = f"all its {dropped} passages carry protocol tags" if dropped else "it has no passage"
-        raise CorpusError(f"{corpus.path} cannot be indexed: {why}; name another corpus")
+        raise errors.CORPUS_INVALID(f"{corpus.path} cannot be indexed: {why}; name another corpus")
     if passages > _PASSAGES_MAX:
-        raise CorpusError(
+        raise errors.CORPUS_INVALID(
             f"{corpus.path} has {passages} passages, one index holds {_PASSAGES_MAX}; split it"
         )
     return Survey(passages, dropped, characters, reading.sha256)
 
 
-def _repeated(corpus: Corpus, line: int, earlier: int) -> CorpusError:
+def _repeated(corpus: Corpus, line: int, earlier: int) -> errors.UsageError:
     seen: set[str] = set()
     for passage in corpus.read():
         if passage.line in (line, earlier):
             if passage.id in seen:
-                return CorpusError(
+                return errors.CORPUS_INVALID(
                     f"{corpus.path}, line {line}: the id {passage.id[:80]!r} was used in line "
                     f"{earlier} already; give every passage an id of its own"
                 )
             seen.add(passage.id)
-    raise CorpusError(f"{corpus.path} changed while it was read; build again when it rests")
+    raise errors.CORPUS_INVALID(
+        f"{corpus.path} changed while it was read; build again when it rests"
+    )
 
 
 def _index(
@@ -215,7 +216,9 @@ def _index(
                 _apart(writer.commit, patience)
                 until_commit = left.pop()
         if reading.sha256 != survey.sha256:
-            raise CorpusError(f"{corpus.path} changed while it was read; build again when it rests")
+            raise errors.CORPUS_INVALID(
+                f"{corpus.path} changed while it was read; build again when it rests"
+            )
         _apart(writer.commit, patience)
         _apart(writer.wait_merging_threads, lambda: tell("merging", 0, 0))
     _check(folder, survey.passages)
@@ -258,7 +261,7 @@ def _writing_errors(folder: Path) -> Iterator[None]:
         if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
             raise
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(
+        raise errors.USAGE(
             f"the index cannot be written in {folder.parent}: {first[:300]}; make room (about "
             "twice the corpus) and build again"
         ) from error
@@ -268,7 +271,7 @@ def _check(folder: Path, passages: int) -> None:
     segments = orjson.loads((folder / manifests.META).read_bytes())["segments"]
     held = sum(segment["max_doc"] for segment in segments)
     if len(segments) != 1 or held != passages:
-        raise UsageError(
+        raise errors.USAGE(
             f"the index came out in {len(segments)} parts with {held} of {passages} passages, not "
             f"as one; make room in {folder.parent} (about twice the corpus) and build again, and "
             "if that is no help, shuffle the corpus: its parts differ too much in length"

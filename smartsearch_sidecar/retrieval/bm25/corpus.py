@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
-from smartsearch_sidecar.errors import CorpusError, InvariantBroken
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.formats import (
     ENTRY_BYTES_MAX,
     LINES,
@@ -69,11 +69,15 @@ class Corpus:
         try:
             facts = path.stat()
         except FileNotFoundError:
-            raise CorpusError(f"there is no corpus at {path}; name an existing file") from None
+            raise errors.CORPUS_INVALID(
+                f"there is no corpus at {path}; name an existing file"
+            ) from None
         except OSError as error:
             raise _cannot_read(path, error) from None
         if not stat.S_ISREG(facts.st_mode):
-            raise CorpusError(f"{path} is no regular file, and it is read twice; name a file")
+            raise errors.CORPUS_INVALID(
+                f"{path} is no regular file, and it is read twice; name a file"
+            )
         self.size = facts.st_size
         self.form = self._recognise() if form is None else form
 
@@ -88,7 +92,7 @@ class Corpus:
                         return recognised(bare)
                     except Unreadable as error:
                         raise reading.fault(error) from None
-        raise CorpusError(f"{self.path} is empty; name a file that holds passages")
+        raise errors.CORPUS_INVALID(f"{self.path} is empty; name a file that holds passages")
 
     def read(self, seen: Seen | None = None) -> Reading:
         """One pass over the file, from its start."""
@@ -109,12 +113,14 @@ class Reading:
     def sha256(self) -> str:
         """Of the whole file as it lies on disk."""
         if not self._finished:
-            raise InvariantBroken("a corpus's digest was asked for before it was read to its end")
+            raise errors.INTERNAL_ERROR(
+                "a corpus's digest was asked for before it was read to its end"
+            )
         return self._digest.hexdigest()
 
-    def fault(self, reason: Exception | str) -> CorpusError:
+    def fault(self, reason: Exception | str) -> errors.UsageError:
         """What is wrong, with the place this pass has come to."""
-        return CorpusError(f"{self._corpus.path}, line {self.line}: {reason}")
+        return errors.CORPUS_INVALID(f"{self._corpus.path}, line {self.line}: {reason}")
 
     def __iter__(self) -> Iterator[Passage]:
         """Yields the passages in order. Raises ``CorpusError``."""
@@ -162,7 +168,7 @@ class Reading:
                 yield stack.enter_context(io.BufferedReader(unpacked, _BUFFER_BYTES))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 # The entry after the last whole one is where unpacking stopped.
-                raise CorpusError(
+                raise errors.CORPUS_INVALID(
                     f"{self._corpus.path}, after line {self.line}: the gzip file is cut short or "
                     f"damaged ({error}); fetch it again"
                 ) from None
@@ -197,8 +203,8 @@ class _Hashing(io.RawIOBase):
         super().close()
 
 
-def _cannot_read(path: Path, error: OSError) -> CorpusError:
-    return CorpusError(f"{path} cannot be read: {error.strerror or error}")
+def _cannot_read(path: Path, error: OSError) -> errors.UsageError:
+    return errors.CORPUS_INVALID(f"{path} cannot be read: {error.strerror or error}")
 
 
 def _checked_id(identifier: str) -> str:

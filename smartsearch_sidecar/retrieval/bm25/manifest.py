@@ -18,7 +18,7 @@ import orjson
 import tantivy
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from smartsearch_sidecar.errors import IndexUnusable
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.analysis import ANALYZER
 from smartsearch_sidecar.retrieval.guard import canonical_digest
 
@@ -131,19 +131,19 @@ def read(folder: Path) -> Manifest:
     """The manifest of ``folder``, whole and of this version. Raises ``IndexUnusable``."""
     command = f"`smartsearch-sidecar index build CORPUS {folder}`"
     if not folder.is_dir():
-        raise IndexUnusable(f"there is no index at {folder}; build it with {command}")
+        raise errors.INDEX_UNUSABLE(f"there is no index at {folder}; build it with {command}")
     path = folder / NAME
     try:
         with path.open("rb") as file:
             raw = file.read(_MANIFEST_BYTES_MAX)
     except FileNotFoundError:
-        raise IndexUnusable(
+        raise errors.INDEX_UNUSABLE(
             f"{folder} holds no {NAME}, so it is no finished index; remove it and build it with "
             f"{command}"
         ) from None
     except OSError as error:
-        raise IndexUnusable(f"{path} cannot be read: {error.strerror or error}") from None
-    damaged = IndexUnusable(
+        raise errors.INDEX_UNUSABLE(f"{path} cannot be read: {error.strerror or error}") from None
+    damaged = errors.INDEX_UNUSABLE(
         f"{path} is damaged; restore the folder, or remove it and build it again with {command}"
     )
     try:
@@ -155,7 +155,7 @@ def read(folder: Path) -> Manifest:
 
     def expect(key: str, ours: object) -> None:
         if value.get(key) != ours:
-            raise IndexUnusable(
+            raise errors.INDEX_UNUSABLE(
                 f"the index at {folder} is of {key} {value.get(key)!r}, this sidecar reads "
                 f"{ours!r}; build it again with `smartsearch-sidecar index build CORPUS "
                 "NEW_FOLDER` and name that in retrieval.bm25.index"

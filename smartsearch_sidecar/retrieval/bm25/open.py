@@ -20,7 +20,7 @@ from typing import Final
 
 import tantivy
 
-from smartsearch_sidecar.errors import IdentityChanged, IndexUnusable
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.manifest import FileFacts, Manifest
 from smartsearch_sidecar.retrieval.bm25.staging import remove
@@ -72,7 +72,9 @@ class ServedFiles:
         """Raises ``IdentityChanged`` naming the file that is not the one that was verified."""
         for handle, (name, before) in self._facts.items():
             if _facts(os.fstat(handle)) != before:
-                raise IdentityChanged(f"{self.folder / name} was changed while it is served")
+                raise errors.IDENTITY_CHANGED(
+                    f"{self.folder / name} was changed while it is served"
+                )
         now = _folder_facts(os.fstat(self._handle))
         if now != self._folder_facts:
             self._check_names()
@@ -85,11 +87,11 @@ class ServedFiles:
             try:
                 there = _facts(os.stat(path))
             except OSError as error:
-                raise IdentityChanged(
+                raise errors.IDENTITY_CHANGED(
                     f"{path} went away while it is served ({error.strerror or error})"
                 ) from None
             if there != before:
-                raise IdentityChanged(f"{path} was replaced while it is served")
+                raise errors.IDENTITY_CHANGED(f"{path} was replaced while it is served")
 
     def close(self) -> None:
         """Lets go of the descriptors; what tantivy has mapped stays mapped."""
@@ -124,13 +126,13 @@ def open_verified(folder: Path, progress: Progress | None = None) -> Opened:
         # Where a link points is what is served; the link may be pointed elsewhere for the next run.
         files = ServedFiles(folder.resolve())
     except OSError as error:
-        raise IndexUnusable(f"{folder} cannot be read: {error.strerror or error}") from None
+        raise errors.INDEX_UNUSABLE(f"{folder} cannot be read: {error.strerror or error}") from None
     with ExitStack() as failed:
         failed.callback(files.close)
         _verify(files, manifest, remedy, progress)
         schema, searcher = _searcher(files, remedy)
         if searcher.num_docs != manifest.passages or searcher.num_segments != 1:
-            raise IndexUnusable(
+            raise errors.INDEX_UNUSABLE(
                 f"the index at {folder} holds {searcher.num_docs} passages in "
                 f"{searcher.num_segments} parts, its manifest says {manifest.passages} in one; "
                 f"{remedy}"
@@ -146,9 +148,11 @@ def _verify(files: ServedFiles, manifest: Manifest, remedy: str, progress: Progr
         try:
             handle = files.add(name)
         except FileNotFoundError:
-            raise IndexUnusable(f"{path} is missing; {remedy}") from None
+            raise errors.INDEX_UNUSABLE(f"{path} is missing; {remedy}") from None
         except OSError as error:
-            raise IndexUnusable(f"{path} cannot be read: {error.strerror or error}") from None
+            raise errors.INDEX_UNUSABLE(
+                f"{path} cannot be read: {error.strerror or error}"
+            ) from None
         verifier.check(path, handle)
     _check_digests(files, manifest, remedy)
 
@@ -171,14 +175,16 @@ class _Verifier:
         expected = self._expected[path.name]
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise IndexUnusable(f"{path} is no regular file; {self._remedy}")
+            raise errors.INDEX_UNUSABLE(f"{path} is no regular file; {self._remedy}")
         if status.st_size != expected.bytes:
-            raise IndexUnusable(
+            raise errors.INDEX_UNUSABLE(
                 f"{path} has {status.st_size} bytes, its manifest says {expected.bytes}; "
                 f"{self._remedy}"
             )
         if self._digest(path, handle) != expected.sha256:
-            raise IndexUnusable(f"{path} differs from its manifest (sha256); {self._remedy}")
+            raise errors.INDEX_UNUSABLE(
+                f"{path} differs from its manifest (sha256); {self._remedy}"
+            )
 
     def _digest(self, path: Path, handle: int) -> str:
         digest = hashlib.sha256()
@@ -190,7 +196,9 @@ class _Verifier:
                 if self._progress is not None:
                     self._progress(self._done, self._total)
         except OSError as error:
-            raise IndexUnusable(f"{path} cannot be read: {error.strerror or error}") from None
+            raise errors.INDEX_UNUSABLE(
+                f"{path} cannot be read: {error.strerror or error}"
+            ) from None
         return digest.hexdigest()
 
 
@@ -198,12 +206,16 @@ def _check_digests(files: ServedFiles, manifest: Manifest, remedy: str) -> None:
     """The digests that name the index are derived again: they are what a run is claimed with."""
     meta = files.handles.get(manifests.META)
     if meta is None:
-        raise IndexUnusable(f"the manifest of {files.folder} names no {manifests.META}; {remedy}")
+        raise errors.INDEX_UNUSABLE(
+            f"the manifest of {files.folder} names no {manifests.META}; {remedy}"
+        )
     raw = os.pread(meta, manifest.files[manifests.META].bytes, 0)
     content = manifests.content_digest(raw, manifest.files)
     index = manifests.index_digest(manifest.passages, content)
     if (content, index) != (manifest.content_sha256, manifest.index_sha256):
-        raise IndexUnusable(f"the manifest of {files.folder} is not that of its files; {remedy}")
+        raise errors.INDEX_UNUSABLE(
+            f"the manifest of {files.folder} is not that of its files; {remedy}"
+        )
 
 
 def _searcher(files: ServedFiles, remedy: str) -> tuple[tantivy.Schema, tantivy.Searcher]:
@@ -216,7 +228,7 @@ def _searcher(files: ServedFiles, remedy: str) -> tuple[tantivy.Schema, tantivy.
         return index.schema, index.searcher()
     except ValueError as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
-        raise IndexUnusable(
+        raise errors.INDEX_UNUSABLE(
             f"tantivy cannot open the index at {files.folder}: {first}; {remedy}"
         ) from error
     finally:
@@ -230,7 +242,7 @@ def _private_folder() -> str:
     try:
         return tempfile.mkdtemp(prefix="smartsearch-index-", dir=_MEMORY_FOLDER)
     except OSError as error:
-        raise IndexUnusable(
+        raise errors.INDEX_UNUSABLE(
             f"no temporary folder can be written ({error.strerror or error}), and opening an index "
             "needs one for links; set TMPDIR to a writable folder"
         ) from None

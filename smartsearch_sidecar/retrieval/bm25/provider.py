@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from tantivy import Occur, Query
 
-from smartsearch_sidecar.errors import InvariantBroken, ProviderFault
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.analysis import (
     CONTENTS,
     ID,
@@ -71,7 +71,7 @@ class Bm25Index:
         verified, so an error is damage that came later, never an answer.
         """
         if not 1 <= top_n <= TOP_N_MAX:
-            raise InvariantBroken(f"top_n is {top_n}; 1 to {TOP_N_MAX} can be asked for")
+            raise errors.INTERNAL_ERROR(f"top_n is {top_n}; 1 to {TOP_N_MAX} can be asked for")
         try:
             words = self.words(question)
             if not words:
@@ -81,7 +81,7 @@ class Bm25Index:
         except BaseException as error:
             if not isinstance(error, ValueError) and type(error).__name__ != _PANIC:
                 raise
-            raise ProviderFault(
+            raise errors.PROVIDER_FAULT(
                 f"the index at {self._files.folder} failed in a search ({type(error).__name__}); "
                 "verify its files before it is served again"
             ) from error

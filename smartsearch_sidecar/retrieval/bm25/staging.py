@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from smartsearch_sidecar.errors import UsageError
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.manifest import FileFacts
 
 _HASH_BYTES: Final = 1024 * 1024
@@ -32,7 +32,7 @@ def workshop(out: Path) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{out.parent} is not a folder; name another place") from None
+        raise errors.USAGE(f"{out.parent} is not a folder; name another place") from None
     except OSError as error:
         raise _cannot_write(out, error) from None
     try:
@@ -54,14 +54,16 @@ def _lock(handle: int, folder: Path, out: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError(f"another build is writing {out}; wait for it, or name another") from None
+        raise errors.USAGE(
+            f"another build is writing {out}; wait for it, or name another"
+        ) from None
     ours = os.fstat(handle)
     try:
         there = os.stat(folder)
     except FileNotFoundError:
         there = None
     if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
-        raise UsageError(f"another build of {out} ended just now; look at what it left")
+        raise errors.USAGE(f"another build of {out} ended just now; look at what it left")
 
 
 def remove(folder: Path) -> None:
@@ -120,8 +122,8 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _cannot_write(out: Path, error: OSError) -> UsageError:
-    return UsageError(
+def _cannot_write(out: Path, error: OSError) -> errors.UsageError:
+    return errors.USAGE(
         f"the index cannot be written at {out}: {error.strerror or error}; make room or name "
         "another place"
     )

@@ -184,7 +184,7 @@ class Gather(Generic[Lane, Key, Answer]):
         try:
             outcomes = await self._ask(entries[0].lane, [entry.key for entry in entries])
             if len(outcomes) != len(entries):
-                raise errors.InvariantBroken(
+                raise errors.INTERNAL_ERROR(
                     f"a call of {len(entries)} searches came back with {len(outcomes)} outcomes"
                 )
         except Exception as error:  # noqa: BLE001 - each search of the call raises it
@@ -235,4 +235,4 @@ def _own_copy(error: Exception) -> Exception:
 
 
 def _closed() -> errors.ProviderFault:
-    return errors.ProviderFault("the retriever's client is closed; no search is taken any more")
+    return errors.PROVIDER_FAULT("the retriever's client is closed; no search is taken any more")

@@ -61,9 +61,9 @@ class Calls:
     async def _alone(self, top_n: int, query: str) -> Documents:
         status, value = await self._post("search", query, top_n, 1)
         if status in REFUSED:
-            raise errors.ProviderFault(f"{self._where} refused the query (status {status})")
+            raise errors.PROVIDER_FAULT(f"{self._where} refused the query (status {status})")
         if status in MISSING:
-            raise errors.ProviderFault(
+            raise errors.PROVIDER_FAULT(
                 f"{self._where} does not serve /search (status {status}); "
                 "correct retrieval.flashrag.url"
             )

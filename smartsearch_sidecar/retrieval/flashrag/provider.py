@@ -88,7 +88,7 @@ class _Exchange:
         as ``ProviderFault``. An exchange that did not complete raises ``ProviderTransport``.
         """
         if self._session is None:
-            raise errors.InvariantBroken("the retriever was asked before start or after close")
+            raise errors.INTERNAL_ERROR("the retriever was asked before start or after close")
         try:
             async with (
                 asyncio.timeout(self._timeout),
@@ -105,27 +105,27 @@ class _Exchange:
                 body = await self._read(response, route, bytes_max)
                 media = response.content_type
         except TimeoutError as error:
-            raise errors.ProviderTransport(
+            raise errors.PROVIDER_TRANSPORT(
                 f"{self.where} did not answer /{route} within {self._timeout:g} s"
             ) from error
         except aiohttp.ClientSSLError as error:
-            raise errors.ProviderFault(
+            raise errors.PROVIDER_FAULT(
                 f"{self.where} has no certificate this machine accepts"
             ) from error
         except aiohttp.ClientConnectorError as error:
-            raise errors.ProviderTransport(
+            raise errors.PROVIDER_TRANSPORT(
                 f"{self.where} takes no connection ({error.strerror or type(error).__name__}): "
                 "start it, or correct retrieval.flashrag.url"
             ) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             why = getattr(error, "strerror", None) or type(error).__name__
-            raise errors.ProviderTransport(f"{self.where} broke off /{route}: {why}") from error
+            raise errors.PROVIDER_TRANSPORT(f"{self.where} broke off /{route}: {why}") from error
         except aiohttp.ClientError as error:
             raise self._strange(route, f"what is not HTTP ({type(error).__name__})") from error
         return 200, parse_json(body, media, answered(self.where, route))
 
     def _strange(self, route: str, what: str) -> errors.ProviderFault:
-        return errors.ProviderFault(f"{answered(self.where, route)} {what}")
+        return errors.PROVIDER_FAULT(f"{answered(self.where, route)} {what}")
 
     async def _read(self, response: aiohttp.ClientResponse, route: str, bytes_max: int) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
@@ -143,7 +143,7 @@ async def from_config(settings: FlashRag) -> FlashragProvider:
     """A started provider. Raises ``ConfigError`` for a missing key, and what ``start`` raises."""
     for key in ("url", "corpus_sha256", "index_sha256"):
         if getattr(settings, key) is None:
-            raise errors.ConfigError(
+            raise errors.CONFIG_INVALID(
                 f"retrieval.flashrag.{key} is not set: the flashrag provider needs it"
             )
     provider = FlashragProvider(
@@ -197,7 +197,7 @@ class FlashragProvider:
         self._exchange = _Exchange(url, timeout_seconds=timeout_seconds, connections_max=batch_max)
         for key, digest in (("corpus_sha256", corpus_sha256), ("index_sha256", index_sha256)):
             if not _DIGEST.fullmatch(digest):
-                raise errors.ConfigError(
+                raise errors.CONFIG_INVALID(
                     f"retrieval.flashrag.{key} must be 64 lower-case hex digits: the sha256 of "
                     "what the retriever was started with"
                 )
@@ -244,7 +244,7 @@ class FlashragProvider:
     async def identity(self) -> Mapping[str, Any]:
         """The declared identity; raises the canaries' fault while there is one."""
         if self._watch is not None and (fault := self._watch.fault) is not None:
-            raise type(fault)(fault.message) from fault
+            raise fault.failure(fault.message) from fault
         return dict(self._identity)
 
     def _tell(self, fault: errors.RetrievalError) -> None:
@@ -261,7 +261,7 @@ class FlashragProvider:
             query.encode()
         except UnicodeEncodeError as error:
             # One such text would keep the whole batch it travels in from being written.
-            raise errors.ProviderFault("the query has no UTF-8 form; it was not sent") from error
+            raise errors.PROVIDER_FAULT("the query has no UTF-8 form; it was not sent") from error
         # A list of its own for each search: those that shared a query share nothing else.
         return list(await self._gather.submit(top_n, query))
 

@@ -52,7 +52,7 @@ def parse_url(text: str) -> tuple[str, str]:
 
 
 def _unusable(why: str) -> errors.ConfigError:
-    return errors.ConfigError(f"retrieval.flashrag.url cannot be used: {why}")
+    return errors.CONFIG_INVALID(f"retrieval.flashrag.url cannot be used: {why}")
 
 
 def parse_status(status: int, subject: str) -> int:
@@ -60,8 +60,8 @@ def parse_status(status: int, subject: str) -> int:
     if status == 200 or status in REFUSED or status in MISSING:
         return status
     if 300 <= status < 400:
-        raise errors.ProviderFault(f"{subject} a redirect ({status}), which is not followed")
-    raise errors.ProviderFault(f"{subject} status {status}")
+        raise errors.PROVIDER_FAULT(f"{subject} a redirect ({status}), which is not followed")
+    raise errors.PROVIDER_FAULT(f"{subject} status {status}")
 
 
 def parse_json(body: bytes, media: str, subject: str) -> object:
@@ -69,25 +69,25 @@ def parse_json(body: bytes, media: str, subject: str) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise errors.ProviderFault(f"{subject} {_describe(body, media.lower())}") from error
+        raise errors.PROVIDER_FAULT(f"{subject} {_describe(body, media.lower())}") from error
 
 
 def parse_documents(value: object, subject: str) -> Documents:
     """The answer to one search. What a document holds is the guard's to check."""
     if not isinstance(value, list):
-        raise errors.ProviderFault(f"{subject} {_kind(value)} instead of a list of documents")
+        raise errors.PROVIDER_FAULT(f"{subject} {_kind(value)} instead of a list of documents")
     for document in value:
         if not isinstance(document, dict):
-            raise errors.ProviderFault(f"{subject} {_kind(document)} instead of a document")
+            raise errors.PROVIDER_FAULT(f"{subject} {_kind(document)} instead of a document")
     return value
 
 
 def parse_lists(value: object, searches: int, subject: str) -> list[Documents]:
     """The answer to a batch: one list of documents per search, in order."""
     if not isinstance(value, list):
-        raise errors.ProviderFault(f"{subject} {_kind(value)} instead of a list of lists")
+        raise errors.PROVIDER_FAULT(f"{subject} {_kind(value)} instead of a list of lists")
     if len(value) != searches:
-        raise errors.ProviderFault(f"{subject} {len(value)} lists for {searches} queries")
+        raise errors.PROVIDER_FAULT(f"{subject} {len(value)} lists for {searches} queries")
     return [parse_documents(documents, subject) for documents in value]
 
 
