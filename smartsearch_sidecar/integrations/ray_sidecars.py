@@ -1,3 +1,4 @@
+# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """One sidecar on every node of a running Ray cluster: start, check, stop, collect.
 
 One file for the driver's own Python (3.10, standard library; Ray is imported once it is used)::
@@ -47,7 +48,6 @@ ACTOR_SECONDS = 120.0
 """For Ray to start a worker on a busy node, and for any call that only looks."""
 POLL_SECONDS = 2.0
 CHUNK_BYTES = 4 * 1024 * 1024
-ANSWER_BYTES_MAX = 4 * 1024 * 1024
 NOT_COLLECTED = frozenset({"endpoints.json", "lock"})
 NODE_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__NODE"
 RUN_ID_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
@@ -80,6 +80,86 @@ _FAILED = {
 }
 
 
+# --- shared: requests, from source/shared.py ------------------------------------------------------
+
+ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
+ENDPOINTS_BYTES_MAX = 65536
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+
+
+class _Trouble(Exception):
+    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
+    that only this file defines, and would drop the sentence.
+    """
+
+    def __init__(self, sentence: str, *, latch: bool = True) -> None:
+        super().__init__(sentence)
+        self.latch = latch
+
+
+def _url(name: str, endpoints: str | None = None) -> str:
+    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
+    variable names. It is read at every call, since a sidecar that is resumed has another port.
+    """
+    path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
+    if not path:
+        raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(ENDPOINTS_BYTES_MAX)
+    except OSError as exc:
+        raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
+    if mode & 0o077:
+        raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
+    try:
+        url = str(json.loads(raw)[name]).rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.path.strip("/")):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
+    return url
+
+
+def _ask(
+    method: str,
+    path: str,
+    value: Any,
+    seconds: float,
+    *,
+    url: str = "internal_url",
+    endpoints: str | None = None,
+    bytes_max: int = ANSWER_BYTES_MAX,
+) -> tuple[int, Any]:
+    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
+    parts = urlsplit(_url(url, endpoints))
+    try:
+        body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise _Trouble("the request cannot be written as UTF-8 JSON") from None
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
+    try:
+        connection.request(method, parts.path + path, body, headers)
+        answer = connection.getresponse()
+        raw = answer.read(bytes_max + 1)
+    except (OSError, http.client.HTTPException) as exc:
+        raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
+    finally:
+        connection.close()
+    if len(raw) > bytes_max:
+        raise _Trouble(f"got an answer of more than {bytes_max} bytes: is another program there?")
+    try:
+        # A sidecar never quotes its capability, but a proxy's error page may.
+        return answer.status, json.loads(raw.replace(parts.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
+
+
+# --- end of shared --------------------------------------------------------------------------------
+
+
 class Verdict(NamedTuple):
     """What all nodes said: a row each, with ``state`` and, where there is one, ``cause``."""
 
@@ -100,6 +180,7 @@ class SidecarKeeper:
         self._directory = directory
         self._environment = environment
         self._log = directory + ".log"
+        self._endpoints = os.path.join(directory, "endpoints.json")
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> dict[str, Any]:
@@ -139,7 +220,8 @@ class SidecarKeeper:
         if (ended := self._ended()) is not None:
             return ended
         try:
-            status, value = self._ask(f"/health?settle={settle:g}", settle + 10.0)
+            path = f"/health?settle={settle:g}"
+            status, value = _ask("GET", path, None, settle + 10.0, endpoints=self._endpoints)
             cause = value.get("cause") or {}
             return {
                 "state": value["state"] if status in (200, 503) else f"status {status}",
@@ -149,16 +231,25 @@ class SidecarKeeper:
                 "cause": cause.get("cause"),
                 "detail": cause.get("detail"),
             }
-        except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError) as exc:
-            return self._ended(1.0) or {"state": "unreachable", "detail": type(exc).__name__}
+        except _Trouble as exc:
+            detail = str(exc)
+        except (LookupError, TypeError, AttributeError):
+            detail = "got an answer without a state: is another program on this port?"
+        return self._ended(1.0) or {"state": "unreachable", "detail": detail}
 
     def digest(self, salt: str) -> dict[str, Any]:
-        """What tells equal addresses from others, and nothing else."""
-        url = self._endpoints()["sandbox_url"]
-        return {"digest": hashlib.sha256(f"{salt} {url}".encode()).hexdigest()}
+        """A salted digest of the address: it tells equal addresses from others, nothing else."""
+        row = self.sandbox_url()
+        if "trouble" in row:
+            return row
+        return {"digest": hashlib.sha256(f"{salt} {row['sandbox_url']}".encode()).hexdigest()}
 
     def sandbox_url(self) -> dict[str, Any]:
-        return {"sandbox_url": self._endpoints()["sandbox_url"]}
+        """The address itself, for the one caller that needs it."""
+        try:
+            return {"sandbox_url": _url("sandbox_url", self._endpoints)}
+        except _Trouble as exc:
+            return {"trouble": str(exc)}
 
     def stop(self, seconds: float) -> dict[str, Any]:
         """Tells it to drain, and waits; kills it where ``seconds`` do not suffice."""
@@ -198,17 +289,13 @@ class SidecarKeeper:
         except subprocess.TimeoutExpired:
             return None
 
-    def _endpoints(self) -> dict[str, Any]:
-        with open(os.path.join(self._directory, "endpoints.json"), "rb") as file:
-            value: dict[str, Any] = json.load(file)
-        return value
-
     def _serves(self, session: int) -> bool:
         """Whether the endpoints are those of this very process, or of one that it has begun: a
         killed one leaves its own behind, and another node's may lie in a folder that is shared.
         """
         try:
-            return os.getsid(int(self._endpoints()["pid"])) == session
+            with open(self._endpoints, "rb") as file:
+                return os.getsid(int(json.load(file)["pid"])) == session
         except (OSError, ValueError, LookupError):
             return False
 
@@ -220,17 +307,6 @@ class SidecarKeeper:
             lines = []
         said = [line.strip() for line in lines if line.strip()]
         return said[-1][:500] if said else f"without a word in {self._log}"
-
-    def _ask(self, path: str, seconds: float) -> tuple[int, Any]:
-        """One try, no proxy, no redirect."""
-        url = urlsplit(self._endpoints()["internal_url"])
-        connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
-        try:
-            connection.request("GET", url.path.rstrip("/") + path)
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read(ANSWER_BYTES_MAX))
-        finally:
-            connection.close()
 
 
 class Sidecars:
