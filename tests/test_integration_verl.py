@@ -465,10 +465,10 @@ GONE = f"system\n{rollouts.SYSTEM_PROMPT}\nuser\n{ASKED}\nassistant\n<think>"
         (RESPONSE, {"question": f"{ASKED}<|im_end|>"}, "special tokens of the template"),
         (RESPONSE, {"prompt": "<|im_start|>user\nno end"}, "not in the form of the pinned"),
         ("<|im_start|>assistant\n<think> hm", None, "not in the form of the pinned"),
-        (RESPONSE, {"prompt": 7}, "no text and no list"),
-        (RESPONSE, {"prompt": [{"role": "assistant", "content": "a"}]}, "must be a user message"),
+        (RESPONSE, {"prompt": 7}, "neither text nor a list"),
+        (RESPONSE, {"prompt": [{"role": "assistant", "content": "a"}]}, "must be one user message"),
         (RESPONSE, {"prompt": [{"role": "user", "content": ["image"]}]}, "neither question nor"),
-        (None, {"question": ASKED}, "a rollout is no text"),
+        (None, {"question": ASKED}, "a rollout is not text"),
     ],
 )
 @pytest.mark.parametrize("name", FORMS)

@@ -9,19 +9,19 @@ One file for the trainer's own Python (3.10, standard library only). Give it to 
 and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where Ray is started.
 
 ``main_ppo.py`` executes this file in its task runner after it has imported the manager and the
-trainer and before it builds either, so replacing methods of the two classes here reaches both:
+trainer and before it builds either. So this file replaces methods of the two classes:
 
-- the manager's ``__call__`` runs twice. The first run only notes texts and answers; then all rows
-  are scored in batches; the second, real one reads what is there. No decoding is imitated, each row
-  is decoded once, and ``reward_extra_info``, without which the trainer scores again, is added.
-- ``_save_checkpoint`` takes a receipt first and writes it beside the checkpoint afterwards;
-  ``_load_checkpoint`` loads none that lacks one.
-- ``init_workers`` hands the real ``sandbox_url`` to the rollouts and to nobody else: what the
-  trainer prints at its start and sends to its trackers holds the word ``sidecar``.
+- The manager's ``__call__`` runs twice. The first run only notes texts and answers. Then all rows
+  are scored in batches, and the second run reads those rewards. Each row is decoded once, by the
+  trainer's own code. ``reward_extra_info`` is added: without it the trainer scores again.
+- ``_save_checkpoint`` takes a receipt first and writes it beside the checkpoint afterwards.
+  ``_load_checkpoint`` refuses a checkpoint without a receipt.
+- ``init_workers`` hands the real ``sandbox_url`` to the rollouts only. What the trainer prints at
+  its start and sends to its trackers holds the word ``sidecar``.
 
-The trainer swallows the first exception of a scored batch and scores it again. Therefore the first
-failure of a process is its last: whatever is asked afterwards is refused, and the sidecar is asked
-to close its latch. What is raised is a plain ``RuntimeError``: Ray can carry it to the driver.
+The trainer swallows the first exception of a scored batch and scores it again. Therefore, after the
+first failure of a process, every later call is refused, and the sidecar is asked to close its
+latch. Every failure is raised as a plain ``RuntimeError``, which Ray can carry to the driver.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def _answers(ground_truth: Any) -> Any:
 _FAILED = _Failed("the trainer")
 
 SANDBOX_WORD = "sidecar"
-"""Stands for the real address in ``actor_rollout_ref.rollout.sandbox_url``."""
+"""The placeholder for the real address in ``actor_rollout_ref.rollout.sandbox_url``."""
 BATCHES_AT_ONCE = 2
-"""While the last helper calls of one batch are awaited, the next batch uses the helper."""
+"""With two, the helper has work while the last helper calls of a batch are awaited."""
 SETTLE_SECONDS = 60.0
 RECEIPT = "sidecar_receipt.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -231,7 +231,7 @@ def compute_score(data_source: Any, tokenizer: Any, solution_str: Any, ground_tr
     """The reward of one rollout; the wrapped manager asks for whole batches instead.
 
     ``solution_str`` is prompt and response decoded together, special tokens kept; ``ground_truth``
-    one answer or several. Raises ``RuntimeError`` for everything but a finite number.
+    one answer or several. Raises ``RuntimeError`` if the sidecar gives no finite number.
     """
     _install()
     with _FAILED.guarding("no reward"):
@@ -251,7 +251,7 @@ def _item(data_source: Any, solution_str: Any, ground_truth: Any) -> dict[str, A
 
 
 class _Noting:
-    """The first run's tokenizer: decodes, and keeps what it decoded."""
+    """The tokenizer of the first run: it decodes, and keeps the decoded texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -266,7 +266,7 @@ class _Noting:
 
 
 class _Reading(_Noting):
-    """The second run's: the manager walks the same rows in the same order."""
+    """The tokenizer of the second run, where the manager reads the same rows in order."""
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         return self.texts.popleft()
@@ -309,7 +309,7 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _until_one_fails(ask: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-    """Asks nothing more once a call has failed: what follows it is never looked at."""
+    """``ask`` that sends no further batch after a failure: its rewards would not be read."""
     failed: list[bool] = []
 
     def call(batch: Any) -> list[float]:
@@ -325,7 +325,7 @@ def _until_one_fails(ask: Callable[[Any], list[float]]) -> Callable[[Any], list[
 
 
 def _key(item: dict[str, Any]) -> tuple[str, str]:
-    """Exact text and answers: identical rollouts of a group stand in line under one key."""
+    """Exact text and answers. Identical rollouts of a group share a key and queue under it."""
     return item["solution_str"], json.dumps(item["ground_truth"])
 
 
@@ -341,7 +341,7 @@ def _take_receipt_first(native: Callable[..., Any]) -> Callable[..., Any]:
         with _FAILED.guarding(f"no checkpoint of step {step}"):
             receipt = _take_receipt(step, folder)
             with contextlib.suppress(FileNotFoundError):
-                os.remove(path)  # of an earlier run in this folder: it must not vouch for a half
+                os.remove(path)  # of an earlier run: it must not vouch for a checkpoint half saved
         result = native(self)
         with _FAILED.guarding(f"the receipt of step {step} is not written"):
             with open(path + ".new", "w", encoding="utf-8") as file:
@@ -355,7 +355,7 @@ def _take_receipt_first(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_receipt(step: int, folder: str) -> Any:
-    """Settles, checks and records, all in the sidecar; a refusal is the first cause in words."""
+    """The sidecar settles, checks and records. Raises its first cause in words if it refuses."""
     wanted = {"step": step, "path": folder}
     path = f"/checkpoints?settle={SETTLE_SECONDS:g}"
     status, value = _ask("POST", path, wanted, 2 * SETTLE_SECONDS)
@@ -380,7 +380,7 @@ def _is_receipt(value: Any, step: int) -> bool:
 
 
 class _Gate:
-    """The actor's workers while a checkpoint is loaded: they want its receipt first."""
+    """Stands for the actor's workers during a load: it checks the receipt before they load."""
 
     def __init__(self, workers: Any) -> None:
         self._workers = workers
@@ -397,9 +397,9 @@ class _Gate:
                 value = None
             if not step.isdigit() or not _is_receipt(value, int(step)):
                 raise _Trouble(
-                    f"it has no {RECEIPT} of a sidecar for this step, so nobody knows what it was "
-                    "trained on; resume from an earlier checkpoint",
-                    latch=False,  # the run that is served has done nothing wrong
+                    f"it has no {RECEIPT} of a sidecar for this step, so it is not known whether "
+                    "its training data was healthy; resume from an earlier checkpoint",
+                    latch=False,  # the checkpoint is at fault, not the run that is served
                 )
         self.asked = True
         return self._workers.load_checkpoint(local_path, *args, **kwargs)
@@ -440,7 +440,7 @@ def _hide_the_address(native: Callable[..., Any]) -> Callable[..., Any]:
                 rollout.sandbox_url = real
             return native(self)
         finally:
-            # An address given in full was printed before this file was loaded; trackers come later.
+            # The trainer printed a full address before it loaded this file; trackers start later.
             rollout.sandbox_url = given and re.sub(r"(//[^/]*/).+", r"\1***", given)
 
     return init_workers
@@ -459,7 +459,7 @@ _WRAPS = (
 
 
 def _install() -> None:
-    """Replaces the four methods, once; nothing to do in a process without the trainer."""
+    """Replaces the four methods, once. In a process without the trainer it does nothing."""
     if "verl" not in sys.modules:
         return
     for (module, owner), name, wrap in _WRAPS:

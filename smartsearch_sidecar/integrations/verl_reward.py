@@ -11,18 +11,18 @@ and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where
 ``compute_score_batch`` is for the ``batch`` manager of earlier verl.
 
 verl's managers hand over the response alone, decoded without special tokens. The sidecar's scorer
-reads prompt and response as the pinned trainer has them, so they are put together again here: from
+reads prompt and response in the pinned trainer's form. So this file puts the prompt back, from
 ``extra_info["question"]``, or from ``extra_info["prompt"]`` (messages, or the rendered template).
 ``reward_kwargs.think_prefilled`` says whether the generation prompt ends in ``<think>``, as the
-pinned one does; where nobody says it, it is taken to unless the response begins with the tag.
+pinned one does. Without it, this file assumes so unless the response begins with the tag.
 
-Rows that arrive together travel together: verl scores a step's rollouts all at once and in several
-processes, and a request each would fill the sidecar's waiting room.
+Rows that arrive together are sent together: verl scores a step's rollouts all at once and in
+several processes, and one request for each row would fill the sidecar's waiting room.
 
 A manager may catch an exception and put 0.0 in its place; ``rate_limited`` and ``prime`` do. Both
 are refused when this file is loaded, and again at each call. After the first failure of a process
-whatever is asked is refused, and the sidecar is asked to close its latch. What is raised is a plain
-``RuntimeError``: Ray can carry it to the driver.
+every later call is refused, and the sidecar is asked to close its latch. Every failure is raised as
+a plain ``RuntimeError``, which Ray can carry to the driver.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ def compute_score(
 ) -> float:
     """The reward of one rollout, for managers that call from a thread or a process of their own.
 
-    Whatever ``data_source`` says, the pinned scorer scores, and declared questions only. Raises
-    ``RuntimeError`` for everything but a finite number.
+    The pinned scorer scores every row, for any ``data_source``, if its question is declared. Raises
+    ``RuntimeError`` if the sidecar gives no finite number.
     """
     swallowed = _is_swallowed()
     row = functools.partial(
@@ -274,7 +274,7 @@ async def compute_score_async(
     think_prefilled: bool | None = None,
     **_given: Any,
 ) -> float:
-    """The same for managers that await, without a thread for each row."""
+    """The same reward for managers that await it, without a thread for each row."""
     swallowed = _is_swallowed()
     row = functools.partial(
         _row, solution_str, ground_truth, extra_info, think_prefilled, swallowed
@@ -306,11 +306,11 @@ def compute_score_batch(
     return [reward.result() for reward in waiting]
 
 
-# --- rows that travel together --------------------------------------------------------------------
+# --- rows that are sent together ------------------------------------------------------------------
 
 
 class _Sender:
-    """One thread that posts what has gathered while it was posting before."""
+    """One thread. It posts the rows that have gathered during its previous request."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -318,14 +318,14 @@ class _Sender:
         self._process: int | None = None
 
     def __reduce__(self) -> tuple[type[_Sender], tuple[()]]:
-        """A thread cannot travel; a worker that is sent this file's functions begins afresh."""
+        """A thread cannot be pickled; a worker that receives this starts its own."""
         return _Sender, ()
 
     def submit(self, make: Callable[[], dict[str, Any]]) -> Future[float]:
-        """The future reward of the row that ``make`` puts together, in the thread."""
+        """The future reward of a row; the thread calls ``make`` for the row."""
         reward: Future[float] = Future()
         with self._change:
-            if self._process != os.getpid():  # the first call, or a fork: threads stay behind
+            if self._process != os.getpid():  # the first call, or a fork, which copies no thread
                 self._process = os.getpid()
                 self._gathered.clear()
                 threading.Thread(target=self._run, name="sidecar-rewards", daemon=True).start()
@@ -359,7 +359,7 @@ _SENDER = _Sender()
 
 
 def _given_up() -> dict[str, Any]:
-    """Who stops waiting for a reward may put another in its place: that is a failure as well."""
+    """A manager that stops waiting for a reward may put another in its place: a failure too."""
     raise _Trouble("the reward manager stopped waiting for a reward")
 
 
@@ -369,11 +369,11 @@ def _given_up() -> dict[str, Any]:
 def _row(
     solution: Any, ground_truth: Any, extra_info: Any, prefilled: bool | None, swallowed: bool
 ) -> dict[str, Any]:
-    """One row of a request; raises ``_Trouble`` where its text cannot be put together."""
+    """One row of a request. Raises ``_Trouble`` if its text cannot be put together."""
     if swallowed:
         raise _Trouble(_SWALLOWED)
     if not isinstance(solution, str):
-        raise _Trouble("a rollout is no text")
+        raise _Trouble("a rollout is not text")
     return {
         "solution_str": _text(solution, dict(extra_info or {}), prefilled),
         "ground_truth": _answers(ground_truth),
@@ -419,7 +419,7 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
 
 
 def _rendered(text: str) -> tuple[str | None, str, str]:
-    """System prompt, question, and what follows, of a rendered template."""
+    """System prompt, question and the rest of a rendered template."""
     turns = _RENDERED.match(text)
     if turns is None:
         raise _Trouble(
@@ -429,7 +429,7 @@ def _rendered(text: str) -> tuple[str | None, str, str]:
 
 
 def _lost_its_tokens(text: Any) -> bool:
-    """Whether this is a rendered prompt whose special tokens were skipped in decoding."""
+    """Whether this is a rendered prompt that was decoded without its special tokens."""
     return isinstance(text, str) and (
         text.startswith(("system\n", "user\n")) and "\nassistant\n" in text
     )
@@ -440,10 +440,12 @@ def _turns(messages: Any) -> tuple[str | None, Any]:
     try:
         turns = [(message["role"], message["content"]) for message in messages]
     except (TypeError, KeyError, IndexError):
-        raise _Trouble("extra_info's prompt is no text and no list of messages") from None
+        raise _Trouble("extra_info's prompt is neither text nor a list of messages") from None
     roles = [role for role, _ in turns]
     if roles not in (["user"], ["system", "user"]):
-        raise _Trouble("extra_info's prompt must be a user message, after a system message at most")
+        raise _Trouble(
+            "extra_info's prompt must be one user message, with at most a system message"
+        )
     system = turns[0][1] if len(turns) > 1 else None
     return (system if isinstance(system, str) else None), turns[-1][1]
 
@@ -464,13 +466,13 @@ def _is_swallowed() -> bool:
 
 
 def _not_an_answer(exc: RuntimeError) -> asyncio.CancelledError:
-    """The one exception that neither these managers nor Ray take for an answer."""
+    """The one exception that these managers do not turn into 0.0 and Ray does not return."""
     logging.getLogger("smartsearch_sidecar").error("%s", exc)  # Ray drops the sentence
     return asyncio.CancelledError(str(exc))
 
 
 def _refuse_to_be_loaded() -> None:
-    """Reads the manager's name in the configuration of whoever loads this file."""
+    """Looks for the manager's name in the configuration of the calling frames, verl's loader."""
     frame = inspect.currentframe()
     while frame is not None:
         config = frame.f_locals.get("config")

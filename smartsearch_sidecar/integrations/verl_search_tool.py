@@ -13,22 +13,25 @@ with ``actor_rollout_ref.rollout.multi_turn.tool_config_path=.../tools.yaml``,
 ``agent.default_agent_loop=tool_agent`` and ``multi_turn.max_tool_response_length`` above the length
 of five passages: verl's default cuts every answer to 256 characters.
 
-verl's agent loop makes a tool message of whatever ``execute`` raises, and trains on it. What
-``release`` raises it lets through, and the trajectory fails. So a failure is raised from both,
-which is why this is a tool with a life cycle: verl's function tools have none. What is raised is a
-plain ``RuntimeError``: Ray can carry it to the driver.
+verl's agent loop makes a tool message of an exception of ``execute``, and trains on it. An
+exception of ``release`` passes through it and fails the trajectory. So a failure is raised from
+both. This needs a tool with a life cycle: verl's function tools have no ``release``. Every failure
+is raised as a plain ``RuntimeError``, which Ray can carry to the driver.
 
-What a failed trajectory does to the run is verl's to say. Its older trainer ends the step. Its
-current one (``trainer.use_v1``, the default) leaves it out, trains on what else the step has, and
-ends only where a step has nothing; by itself it would go on with rollouts that never search. So
-after the first failure of a process every call is refused, the sidecar is asked to close its latch,
-which fails the searches of all other processes, and no further trajectory begins: ``tool_schema``
-raises, which verl reads before each. Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off
-(the asynchronous modes ask for other prompts in any case, and stand still), and ask the gate before
-a checkpoint is accepted.
+verl decides what a failed trajectory does to the run. Its older trainer ends the step. Its current
+one (``trainer.use_v1``, the default) leaves the trajectory out and trains on the rest of the step;
+it ends only if a step is empty. Left alone it would go on with rollouts that never search. So,
+after the first failure of a process:
 
-What the policy gets wrong is no failure. An empty query, or arguments that hold none, goes to the
-sidecar like any other and comes back as ``invalid query``, recorded.
+- every call is refused, and the sidecar is asked to close its latch, which fails the searches of
+  all other processes;
+- no further trajectory begins, since ``tool_schema``, which verl reads before each, raises.
+
+Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off (the asynchronous modes ask for other
+prompts in any case, and stand still). Ask the gate before a checkpoint is accepted.
+
+An error of the policy is not a failure. An empty or missing query goes to the sidecar like any
+other and comes back as ``invalid query``, recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ ENVIRONMENT = "agentinputlab:smartsearch-fixed-wikipedia-v1"
 TIMEOUT_SECONDS = 30.0
 """Above the sidecar's ``execute.deadline_seconds`` (9), so that the sidecar gives up first."""
 SEARCHES_AT_ONCE = 8
-"""Of one process, as many as the sidecar has slots; verl runs eight such processes on a node."""
+"""In one process: as many as the sidecar has slots. verl runs eight such processes on a node."""
 SEARCH_BYTES_MAX = 64 * 1024 * 1024
 """Of one answer: five passages of any corpus, far above what a context window holds."""
 
@@ -66,8 +69,8 @@ SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""What the policy is shown, unless the tool configuration has a ``tool_schema`` of its own. It may
-rename the tool; the argument is called ``query``."""
+"""The policy sees this unless the tool configuration has a ``tool_schema`` of its own. That one may
+rename the tool, but not the argument ``query``."""
 
 
 # --- shared: requests, from source/shared.py ------------------------------------------------------
@@ -212,9 +215,7 @@ _FAILED = _Failed("the search tool")
 
 
 class _Threads(ThreadPoolExecutor):
-    """The threads that search. They start at the first search: a dataset makes tools as well, and
-    never searches.
-    """
+    """The threads that search. They start at the first search: a dataset's tools never search."""
 
     def __init__(self) -> None:
         super().__init__(SEARCHES_AT_ONCE, "sidecar-search")
@@ -228,7 +229,7 @@ _THREADS = _Threads()
 
 
 class SidecarSearch:
-    """A verl tool: ``BaseTool`` in all but name, so that this file needs no verl to be read.
+    """A verl tool. It has the methods of ``BaseTool`` but does not inherit: no verl to import.
 
     ``config`` may hold ``endpoints`` (a path, instead of the environment variable),
     ``timeout_seconds`` and ``environment`` (the sidecar's ``execute.environment``).
@@ -246,39 +247,39 @@ class SidecarSearch:
 
     @property
     def tool_schema(self) -> Any:
-        """What the policy is shown. verl reads it where a trajectory begins: once this process has
-        failed none does, the one that would never have searched included.
+        """The schema for the policy. verl reads it at the start of a trajectory. It raises once
+        this process has failed, so no trajectory starts, not even one that would never search.
         """
         _FAILED.refuse()
         return self._schema
 
     def get_openai_tool_schema(self) -> Any:
-        """What the policy is shown."""
+        """The schema for the policy, under the name that ``BaseTool`` has for it."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **_given: Any) -> tuple[str, Any]:
-        """A call begins. Never raises: verl would make a message of it, and release nothing."""
+        """A call begins. Never raises: verl would make a message of it and not call ``release``."""
         return instance_id or str(uuid4()), self._response()
 
     async def execute(
         self, instance_id: str, parameters: Any, **_given: Any
     ) -> tuple[Any, float, dict[str, Any]]:
-        """The passages of a query. Raises ``RuntimeError`` where the sidecar gave none."""
+        """The passages of a query. Raises ``RuntimeError`` if the sidecar gives no result."""
         query = parameters.get("query") if isinstance(parameters, dict) else None
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(_THREADS, self._search, query)
         return self._response(text=text), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **_given: Any) -> float:
-        """A search is no merit by itself."""
+        """Always 0.0: a search by itself earns no reward."""
         return 0.0
 
     async def release(self, instance_id: str, **_given: Any) -> None:
-        """A call ends. Raises what ``execute`` raised before: here verl lets it through."""
+        """A call ends. Raises after a failure, as ``execute`` does: verl lets this one pass."""
         _FAILED.refuse()
 
     def _search(self, query: Any) -> str:
-        """In a thread: the result of one search. Whatever goes wrong, the process has failed."""
+        """The result of one search, in a thread. Any exception is this process's failure."""
         call = f"wikipedia_search(query={query if isinstance(query, str) else ''!r}, top_n=5)"
         with _FAILED.guarding("no search", self._endpoints):
             status, value = _ask(
