@@ -28,10 +28,10 @@ PYTEST ?=
 # stays with one worker, which keeps what its tests share. `make test WORKERS=` runs them in order.
 WORKERS ?= -n 3 --dist loadfile
 
-.PHONY: help setup run test check format bench soak lock readme clean
+.PHONY: help setup run test check format bench soak lock readme integrations clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.stamp-dev $(VITAL) ## .venv with the package (editable) and every tool, from the hashed lock
 
@@ -59,6 +59,9 @@ soak: setup ## the long runs (an hour)
 
 readme: setup ## write config/README.md from the models
 	$(BIN)/python config/write_readme.py
+
+integrations: setup ## write the shared regions of integrations/*.py from integrations/source/shared.py
+	$(BIN)/python smartsearch_sidecar/integrations/source/write.py
 
 lock: ## resolve the dependencies again and write requirements/*.txt
 	$(need-python)

@@ -1,3 +1,4 @@
+# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """One sidecar on every node of a running Ray cluster: start, check, stop, collect.
 
 One file for the driver's own Python (3.10, standard library; Ray is imported once it is used)::
@@ -11,13 +12,13 @@ One file for the driver's own Python (3.10, standard library; Ray is imported on
             raise SystemExit("keep no checkpoint after the last accepted one")
     sidecars.collect("/shared/ledgers/017")
 
-Each sidecar is a process of its own, held by an actor that cannot leave its node and that Ray never
-restarts: whoever goes on with a run says so (``resume=True``), because rollouts met the outage.
-When the driver, the actor or the node's Ray goes, the sidecar drains, and records its end.
+Each sidecar is a process of its own, held by an actor that cannot leave its node. Ray never
+restarts it: rollouts met the outage, so the operator must say that a run goes on (``resume=True``).
+When the driver, the actor or the node's Ray ends, the sidecar drains and records its end.
 
 The configuration is a path, read on every node, as are the capabilities it names. They never pass
-through Ray, but for the ``sandbox_url`` when it is asked for: it comes back to the driver inside an
-answer, and is in no log, name, argument or exception. Every other call compares digests.
+through Ray, with one exception: ``sandbox_url()`` brings that address back to the driver inside an
+answer. It is in no log, name, argument or exception. Every other call compares digests.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ ACTOR_SECONDS = 120.0
 """For Ray to start a worker on a busy node, and for any call that only looks."""
 POLL_SECONDS = 2.0
 CHUNK_BYTES = 4 * 1024 * 1024
-ANSWER_BYTES_MAX = 4 * 1024 * 1024
 NOT_COLLECTED = frozenset({"endpoints.json", "lock"})
 NODE_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__NODE"
 RUN_ID_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
@@ -75,13 +75,93 @@ _FAILED = {
     "begin": "a sidecar could not be started",
     "ready": "a sidecar could not begin",
     "digest": "an address could not be compared",
-    "sandbox_url": "the address could not be had",
+    "sandbox_url": "the address could not be read",
     "read": "a ledger could not be read",
 }
 
 
+# --- shared: requests, from source/shared.py ------------------------------------------------------
+
+ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
+ENDPOINTS_BYTES_MAX = 65536
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+
+
+class _Trouble(Exception):
+    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
+    that only this file defines, and would drop the sentence.
+    """
+
+    def __init__(self, sentence: str, *, latch: bool = True) -> None:
+        super().__init__(sentence)
+        self.latch = latch
+
+
+def _url(name: str, endpoints: str | None = None) -> str:
+    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
+    variable names. It is read at every call, since a sidecar that is resumed has another port.
+    """
+    path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
+    if not path:
+        raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(ENDPOINTS_BYTES_MAX)
+    except OSError as exc:
+        raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
+    if mode & 0o077:
+        raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
+    try:
+        url = str(json.loads(raw)[name]).rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.path.strip("/")):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
+    return url
+
+
+def _ask(
+    method: str,
+    path: str,
+    value: Any,
+    seconds: float,
+    *,
+    url: str = "internal_url",
+    endpoints: str | None = None,
+    bytes_max: int = ANSWER_BYTES_MAX,
+) -> tuple[int, Any]:
+    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
+    parts = urlsplit(_url(url, endpoints))
+    try:
+        body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise _Trouble("the request cannot be written as UTF-8 JSON") from None
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
+    try:
+        connection.request(method, parts.path + path, body, headers)
+        answer = connection.getresponse()
+        raw = answer.read(bytes_max + 1)
+    except (OSError, http.client.HTTPException) as exc:
+        raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
+    finally:
+        connection.close()
+    if len(raw) > bytes_max:
+        raise _Trouble(f"got an answer of more than {bytes_max} bytes: is another program there?")
+    try:
+        # A sidecar never quotes its capability, but a proxy's error page may.
+        return answer.status, json.loads(raw.replace(parts.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
+
+
+# --- end of shared --------------------------------------------------------------------------------
+
+
 class Verdict(NamedTuple):
-    """What all nodes said: a row each, with ``state`` and, where there is one, ``cause``."""
+    """The answers of all nodes: a row for each, with ``state`` and, after a failure, ``cause``."""
 
     healthy: bool
     nodes: dict[str, dict[str, Any]]
@@ -91,8 +171,8 @@ class Verdict(NamedTuple):
 
 
 class SidecarKeeper:
-    """The actor of one node: a sidecar's process and files. It returns what went wrong as words,
-    since an exception would carry whatever it holds into Ray's logs.
+    """The actor of one node: a sidecar's process and files. It returns a failure as a row with
+    ``trouble``, a sentence, since an exception's text and frames would go into Ray's logs.
     """
 
     def __init__(self, command: list[str], directory: str, environment: dict[str, str]) -> None:
@@ -100,10 +180,11 @@ class SidecarKeeper:
         self._directory = directory
         self._environment = environment
         self._log = directory + ".log"
+        self._endpoints = os.path.join(directory, "endpoints.json")
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Starts the process; it goes on after this returns."""
+        """Starts the process, which continues after this returns."""
         try:
             os.makedirs(os.path.dirname(self._directory), mode=0o700, exist_ok=True)
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -123,7 +204,7 @@ class SidecarKeeper:
         return {}
 
     def ready(self, seconds: float) -> dict[str, Any]:
-        """Whether it serves, within ``seconds``; ``trouble`` where it has ended instead."""
+        """Whether it serves within ``seconds``; ``trouble`` if it has ended instead."""
         until = time.monotonic() + seconds
         while True:
             if self._process is None or self._process.poll() is not None:
@@ -135,11 +216,12 @@ class SidecarKeeper:
             time.sleep(0.05)
 
     def health(self, settle: float) -> dict[str, Any]:
-        """What it says of the run, without what it says of itself."""
+        """The run's health: the keys that a verdict needs, without those about the process."""
         if (ended := self._ended()) is not None:
             return ended
         try:
-            status, value = self._ask(f"/health?settle={settle:g}", settle + 10.0)
+            path = f"/health?settle={settle:g}"
+            status, value = _ask("GET", path, None, settle + 10.0, endpoints=self._endpoints)
             cause = value.get("cause") or {}
             return {
                 "state": value["state"] if status in (200, 503) else f"status {status}",
@@ -149,19 +231,28 @@ class SidecarKeeper:
                 "cause": cause.get("cause"),
                 "detail": cause.get("detail"),
             }
-        except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError) as exc:
-            return self._ended(1.0) or {"state": "unreachable", "detail": type(exc).__name__}
+        except _Trouble as exc:
+            detail = str(exc)
+        except (LookupError, TypeError, AttributeError):
+            detail = "got an answer without a state: is another program on this port?"
+        return self._ended(1.0) or {"state": "unreachable", "detail": detail}
 
     def digest(self, salt: str) -> dict[str, Any]:
-        """What tells equal addresses from others, and nothing else."""
-        url = self._endpoints()["sandbox_url"]
-        return {"digest": hashlib.sha256(f"{salt} {url}".encode()).hexdigest()}
+        """A salted digest of the address: it tells equal addresses from others, nothing else."""
+        row = self.sandbox_url()
+        if "trouble" in row:
+            return row
+        return {"digest": hashlib.sha256(f"{salt} {row['sandbox_url']}".encode()).hexdigest()}
 
     def sandbox_url(self) -> dict[str, Any]:
-        return {"sandbox_url": self._endpoints()["sandbox_url"]}
+        """The address itself, for the one caller that needs it."""
+        try:
+            return {"sandbox_url": _url("sandbox_url", self._endpoints)}
+        except _Trouble as exc:
+            return {"trouble": str(exc)}
 
     def stop(self, seconds: float) -> dict[str, Any]:
-        """Tells it to drain, and waits; kills it where ``seconds`` do not suffice."""
+        """Tells it to drain, waits up to ``seconds``, then kills it."""
         if self._process is None:
             return {"exit_code": None}
         self._process.terminate()
@@ -173,7 +264,7 @@ class SidecarKeeper:
         return {"exit_code": self._process.returncode}
 
     def files(self) -> dict[str, Any]:
-        """Every file of the run directory: name below it, bytes, sha256."""
+        """Every file of the run directory: relative path, bytes, sha256."""
         found = []
         for folder, _, names in os.walk(self._directory):
             for name in names:
@@ -198,17 +289,13 @@ class SidecarKeeper:
         except subprocess.TimeoutExpired:
             return None
 
-    def _endpoints(self) -> dict[str, Any]:
-        with open(os.path.join(self._directory, "endpoints.json"), "rb") as file:
-            value: dict[str, Any] = json.load(file)
-        return value
-
     def _serves(self, session: int) -> bool:
-        """Whether the endpoints are those of this very process, or of one that it has begun: a
-        killed one leaves its own behind, and another node's may lie in a folder that is shared.
+        """Whether endpoints.json is of this process or of its child. A killed sidecar leaves its
+        file behind, and in a shared folder the file may be of another node.
         """
         try:
-            return os.getsid(int(self._endpoints()["pid"])) == session
+            with open(self._endpoints, "rb") as file:
+                return os.getsid(int(json.load(file)["pid"])) == session
         except (OSError, ValueError, LookupError):
             return False
 
@@ -219,22 +306,11 @@ class SidecarKeeper:
         except OSError:
             lines = []
         said = [line.strip() for line in lines if line.strip()]
-        return said[-1][:500] if said else f"without a word in {self._log}"
-
-    def _ask(self, path: str, seconds: float) -> tuple[int, Any]:
-        """One try, no proxy, no redirect."""
-        url = urlsplit(self._endpoints()["internal_url"])
-        connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
-        try:
-            connection.request("GET", url.path.rstrip("/") + path)
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read(ANSWER_BYTES_MAX))
-        finally:
-            connection.close()
+        return said[-1][:500] if said else f"nothing is in {self._log}"
 
 
 class Sidecars:
-    """The sidecars of a run, one a node, by the node's name."""
+    """The sidecars of a run, one for each node, by the node's name."""
 
     def __init__(self, keepers: Mapping[str, Any], where: Callable[[dict[str, Any]], bool]) -> None:
         self._keepers = {name: keeper for name, (_, keeper) in keepers.items()}
@@ -252,9 +328,10 @@ class Sidecars:
         self.stop()
 
     def begin(self, seconds: float, *, one_address: bool = True) -> None:
-        """Starts every process and returns once all serve, within ``seconds``; ``start`` does it.
+        """Starts every process and returns once all serve, within ``seconds``. ``start`` calls it.
 
-        Raises ``RuntimeError`` with the last line of each that ended, or that is not ready.
+        Raises ``RuntimeError`` with the last line of each sidecar that ended, or with the names of
+        those that are not ready in time.
         """
         until = time.monotonic() + seconds
         self._good("begin")
@@ -268,28 +345,28 @@ class Sidecars:
             self.require_one_address()
 
     def sandbox_url(self) -> str:
-        """The one address that every node's rollouts are given. It holds a capability.
+        """The one address for the rollouts of every node. It holds a capability.
 
-        Raises ``RuntimeError`` where the nodes' addresses are not the same.
+        Raises ``RuntimeError`` if the nodes' addresses differ.
         """
         self.require_one_address()
         (row,) = self._good("sandbox_url", names=list(self._keepers)[:1]).values()
         return str(row["sandbox_url"])
 
     def require_one_address(self) -> None:
-        """Raises ``RuntimeError`` where a node's ``sandbox_url`` is not every node's."""
+        """Raises ``RuntimeError`` if the nodes' addresses differ."""
         salt = secrets.token_hex(16)
         rows = self._good("digest", salt)
         if len({row["digest"] for row in rows.values()}) != 1:
             raise RuntimeError(
-                "one sandbox_url serves every node, but theirs differ: let the configuration name "
-                "server.port and server.execute_capability_file, the same on every node"
+                "one sandbox_url serves every node, but theirs differ: set server.port and "
+                "server.execute_capability_file in the configuration, the same on every node"
             )
 
     def check(self, settle: float = 30.0) -> Verdict:
         """Asks every node at once, each waiting up to ``settle`` seconds for work in flight.
 
-        A node of the cluster that came later, and so has none, is not healthy.
+        A node that joined the cluster after ``start`` has no sidecar and is not healthy.
         """
         rows = self._all("health", settle, seconds=settle + ACTOR_SECONDS)
         for row in rows.values():
@@ -300,8 +377,8 @@ class Sidecars:
         return Verdict(all(row["state"] == "healthy" for row in rows.values()), rows)
 
     def stop(self, seconds: float = STOP_SECONDS) -> dict[str, int | None]:
-        """Drains and ends every sidecar. Returns exit codes: 0 fine, 4 the run had failed, 137 it
-        had been killed, None where the node is lost. Calling it again changes nothing.
+        """Drains and ends every sidecar. Returns exit codes: 0 fine, 4 the run has failed, 137 the
+        process was killed, None if the node is lost. A second call changes nothing.
         """
         if not self.exit_codes:
             rows = self._all("stop", seconds, seconds=seconds + ACTOR_SECONDS)
@@ -309,13 +386,14 @@ class Sidecars:
         return self.exit_codes
 
     def collect(self, into: str | os.PathLike[str]) -> dict[str, str]:
-        """Copies every node's run directory to ``into/<name>``, which must not exist; the folders.
+        """Copies every node's run directory to ``into/<name>``, which must not exist. Returns those
+        folders by the node's name.
 
-        Raises ``RuntimeError`` before ``stop``, and where a ledger could not be had or was changed
-        on its way; those of the other nodes are there all the same.
+        Raises ``RuntimeError`` before ``stop``, and if a ledger cannot be read or a copy differs
+        from its original; the ledgers of the other nodes are copied before it is raised.
         """
         if not self.exit_codes:
-            raise RuntimeError("a ledger is whole once its sidecar has ended: stop them first")
+            raise RuntimeError("a ledger is complete once its sidecar has ended: stop them first")
         folders: dict[str, str] = {}
         missing: dict[str, str] = {}
         for name, row in self._all("files", seconds=READY_SECONDS).items():
@@ -339,7 +417,7 @@ class Sidecars:
             for offset in range(0, size, CHUNK_BYTES):
                 file.write(self._good("read", below, offset, names=[name])[name])
         if _sha256(path) != digest:
-            raise RuntimeError(f"{below} was changed on its way")
+            raise RuntimeError(f"the copy of {below} differs from its original")
 
     def _all(
         self,
@@ -348,7 +426,7 @@ class Sidecars:
         seconds: float = ACTOR_SECONDS,
         names: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """One call to every keeper, side by side; ``trouble`` where none answered in time."""
+        """One call to every keeper at once. A keeper that is too late gives ``trouble``."""
         ray = _ray()
         asked = self._keepers if names is None else {name: self._keepers[name] for name in names}
         refs = {name: getattr(keeper, method).remote(*words) for name, keeper in asked.items()}
@@ -356,7 +434,7 @@ class Sidecars:
         return {name: _answer(ray, ref) for name, ref in refs.items()}
 
     def _good(self, method: str, *words: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """The same where every answer is needed."""
+        """The same for calls that need every answer. Raises ``RuntimeError`` for a ``trouble``."""
         rows = self._all(method, *words, names=names)
         troubles = {
             name: row["trouble"]
@@ -380,8 +458,8 @@ def start(
     port: Callable[[dict[str, Any]], int] | None = None,
     ready_seconds: float = READY_SECONDS,
 ) -> Sidecars:
-    """Starts a sidecar on every node and returns once all serve; else stops them, and raises
-    ``RuntimeError`` with each one's last line.
+    """Starts a sidecar on every node and returns once all serve. If one does not, it stops them
+    all and raises ``RuntimeError`` with the last line of each that ended.
 
     ``config`` and ``runs`` are paths on every node; the run directory is ``runs/run``, where
     ``{node}`` in ``runs`` stands for the node's name (needed if nodes share the folder), and its
@@ -423,7 +501,7 @@ def _ray() -> Any:
 
 
 def _keeper_on(node_id: str, command: list[str], directory: str, own: dict[str, str]) -> Any:
-    """An actor that cannot be elsewhere and takes nothing from the trainer's own resources."""
+    """An actor bound to this node that uses none of the trainer's CPUs or GPUs."""
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     there = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor = (
@@ -437,7 +515,7 @@ def _keeper_on(node_id: str, command: list[str], directory: str, own: dict[str, 
 def _answer(ray: Any, ref: Any) -> Any:
     try:
         return ray.get(ref, timeout=0.001)
-    except ray.exceptions.RayError as exc:  # its text may hold anything: the name will do
+    except ray.exceptions.RayError as exc:  # its text may hold a capability
         return {"trouble": f"its keeper gave no answer ({type(exc).__name__})"}
 
 
@@ -446,7 +524,7 @@ def _alive(where: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
 
 
 def _named(nodes: Iterator[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Nodes by a name that a resumed run finds again: the host's, as ``cluster.node`` takes it."""
+    """Nodes by their host's name, in the characters of ``cluster.node``: the same on a resume."""
     found = sorted(nodes, key=lambda node: str(node["NodeID"]))
     hosts = [re.sub(r"[^A-Za-z0-9_-]", "-", node["NodeManagerHostname"])[:55] for node in found]
     several = Counter(hosts)

@@ -1,3 +1,4 @@
+# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """Rewards and checkpoints of the pinned SmartSearch trainer, through the sidecar beside it.
 
 One file for the trainer's own Python (3.10, standard library only). Give it to the trainer with
@@ -8,19 +9,19 @@ One file for the trainer's own Python (3.10, standard library only). Give it to 
 and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where Ray is started.
 
 ``main_ppo.py`` executes this file in its task runner after it has imported the manager and the
-trainer and before it builds either, so replacing methods of the two classes here reaches both:
+trainer and before it builds either. So this file replaces methods of the two classes:
 
-- the manager's ``__call__`` runs twice. The first run only notes texts and answers; then all rows
-  are scored in batches; the second, real one reads what is there. No decoding is imitated, each row
-  is decoded once, and ``reward_extra_info``, without which the trainer scores again, is added.
-- ``_save_checkpoint`` takes a receipt first and writes it beside the checkpoint afterwards;
-  ``_load_checkpoint`` loads none that lacks one.
-- ``init_workers`` hands the real ``sandbox_url`` to the rollouts and to nobody else: what the
-  trainer prints at its start and sends to its trackers holds the word ``sidecar``.
+- The manager's ``__call__`` runs twice. The first run only notes texts and answers. Then all rows
+  are scored in batches, and the second run reads those rewards. Each row is decoded once, by the
+  trainer's own code. ``reward_extra_info`` is added: without it the trainer scores again.
+- ``_save_checkpoint`` takes a receipt first and writes it beside the checkpoint afterwards.
+  ``_load_checkpoint`` refuses a checkpoint without a receipt.
+- ``init_workers`` hands the real ``sandbox_url`` to the rollouts only. What the trainer prints at
+  its start and sends to its trackers holds the word ``sidecar``.
 
-The trainer swallows the first exception of a scored batch and scores it again. Therefore the first
-failure of a process is its last: whatever is asked afterwards is refused, and the sidecar is asked
-to close its latch. What is raised is a plain ``RuntimeError``: Ray can carry it to the driver.
+The trainer swallows the first exception of a scored batch and scores it again. Therefore, after the
+first failure of a process, every later call is refused, and the sidecar is asked to close its
+latch. Every failure is raised as a plain ``RuntimeError``, which Ray can carry to the driver.
 """
 
 from __future__ import annotations
@@ -35,27 +36,23 @@ import math
 import os
 import re
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-# --- the link to the sidecar: the same lines in both files of this folder; a test compares them ---
+# --- shared: requests, from source/shared.py ------------------------------------------------------
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
-"""Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
-REWARD_SECONDS = float(os.environ.get("SMARTSEARCH_SIDECAR_REWARD_SECONDS", "660"))
-"""Above the sidecar's ``reward.deadline_seconds`` (600), so that the sidecar gives up first."""
-LATCH_SECONDS = 5.0
 ENDPOINTS_BYTES_MAX = 65536
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """What is wrong, as a sentence. It never leaves this file: Ray cannot carry a class that only
-    this file knows, and would show none of the sentence.
+    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
+    that only this file defines, and would drop the sentence.
     """
 
     def __init__(self, sentence: str, *, latch: bool = True) -> None:
@@ -63,36 +60,11 @@ class _Trouble(Exception):
         self.latch = latch
 
 
-class _Failed:
-    """The first failure of this process, which is also its last."""
-
-    def __init__(self) -> None:
-        self.first: str | None = None
-
-    @contextlib.contextmanager
-    def guarding(self, what: str) -> Iterator[None]:
-        """Refuses after a failure; makes any failure of the block the first, and a sentence."""
-        if self.first is not None:
-            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
-        latch = True
-        try:
-            yield
-            return
-        except _Trouble as exc:
-            sentence, latch = f"{what}: {exc}", exc.latch
-        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
-        self.first = self.first or sentence
-        if latch:
-            # Best effort: this process refuses whether or not the sidecar hears of it.
-            with contextlib.suppress(_Trouble):
-                _call("POST", "/latch", {"reason": f"the trainer: {sentence}"}, LATCH_SECONDS)
-        raise RuntimeError(sentence)
-
-
-def _endpoints() -> dict[str, str]:
-    """Both URLs, read at every call: a sidecar that was resumed has moved."""
-    path = os.environ.get(ENDPOINTS_VARIABLE)
+def _url(name: str, endpoints: str | None = None) -> str:
+    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
+    variable names. It is read at every call, since a sidecar that is resumed has another port.
+    """
+    path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
     if not path:
         raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
     try:
@@ -104,82 +76,151 @@ def _endpoints() -> dict[str, str]:
     if mode & 0o077:
         raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
     try:
-        value = json.loads(raw)
-        for name in ("sandbox_url", "internal_url"):
-            url = urlsplit(value[name])
-            if url.scheme != "http" or not (url.hostname and url.port and url.path.strip("/")):
-                raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+        url = str(json.loads(raw)[name]).rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.path.strip("/")):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
-    return {name: value[name].rstrip("/") for name in ("sandbox_url", "internal_url")}
+    return url
 
 
-def _call(method: str, path: str, value: Any, seconds: float) -> tuple[int, Any]:
-    """One try, no proxy, no redirect: status and JSON; raises ``_Trouble`` where there is none."""
-    url = urlsplit(_endpoints()["internal_url"])
+def _ask(
+    method: str,
+    path: str,
+    value: Any,
+    seconds: float,
+    *,
+    url: str = "internal_url",
+    endpoints: str | None = None,
+    bytes_max: int = ANSWER_BYTES_MAX,
+) -> tuple[int, Any]:
+    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
+    parts = urlsplit(_url(url, endpoints))
     try:
         body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
-    except (TypeError, ValueError):
-        raise _Trouble("a rollout or its answers are no text that can be sent") from None
+    except (TypeError, ValueError, RecursionError):
+        raise _Trouble("the request cannot be written as UTF-8 JSON") from None
     headers = {} if body is None else {"Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
     try:
-        connection.request(method, url.path + path, body, headers)
+        connection.request(method, parts.path + path, body, headers)
         answer = connection.getresponse()
-        raw = answer.read(ANSWER_BYTES_MAX + 1)
+        raw = answer.read(bytes_max + 1)
     except (OSError, http.client.HTTPException) as exc:
         raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
     finally:
         connection.close()
+    if len(raw) > bytes_max:
+        raise _Trouble(f"got an answer of more than {bytes_max} bytes: is another program there?")
     try:
-        if len(raw) > ANSWER_BYTES_MAX:
-            raise ValueError
-        # No sidecar quotes its own address; if something else does, it goes no further.
-        return answer.status, json.loads(raw.replace(url.path.strip("/").encode(), b"***"))
-    except ValueError:
-        raise _Trouble("what answered in the sidecar's place is none") from None
+        # A sidecar never quotes its capability, but a proxy's error page may.
+        return answer.status, json.loads(raw.replace(parts.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
+
+
+# --- end of shared --------------------------------------------------------------------------------
+
+# --- shared: failures, from source/shared.py ------------------------------------------------------
+
+LATCH_SECONDS = 5.0
+
+
+class _Failed:
+    """The first failure of this process. Every request after it is refused."""
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+        self._lock = threading.Lock()
+        self._told = False
+        self.first: str | None = None
+
+    def __reduce__(self) -> tuple[type[_Failed], tuple[str]]:
+        """A worker that receives a pickle of this starts without a failure, with its own lock."""
+        return _Failed, (self._caller,)
+
+    def refuse(self) -> None:
+        """Raises ``RuntimeError`` once this process has failed."""
+        if self.first is not None:
+            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
+
+    @contextlib.contextmanager
+    def guarding(self, what: str, endpoints: str | None = None) -> Iterator[None]:
+        """Refuses after a failure. Any exception of the block becomes the first failure, asks the
+        sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
+        """
+        self.refuse()
+        latch = True
+        try:
+            yield
+            return
+        except _Trouble as exc:
+            sentence, latch = f"{what}: {exc}", exc.latch
+        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
+            sentence = f"{what}: {type(exc).__name__}"
+        with self._lock:
+            self.first = self.first or sentence
+            tell, self._told = latch and not self._told, self._told or latch
+        if tell:
+            # Best effort: this process refuses even if the sidecar does not get the request.
+            reason = {"reason": f"{self._caller}: {sentence}"}
+            with contextlib.suppress(_Trouble):
+                _ask("POST", "/latch", reason, LATCH_SECONDS, endpoints=endpoints)
+        # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
+        raise RuntimeError(sentence) from None
 
 
 def _why(status: int, value: Any) -> str:
-    """An error answer as words."""
+    """An error answer as words, all of them constants of the sidecar."""
     error = value.get("error") if isinstance(value, dict) else None
     if not isinstance(error, dict):
         return f"the sidecar answered with status {status}"
     return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
 
 
+# --- end of shared --------------------------------------------------------------------------------
+
+# --- shared: rewards, from source/shared.py -------------------------------------------------------
+
+BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
+"""Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
+REWARD_SECONDS = float(os.environ.get("SMARTSEARCH_SIDECAR_REWARD_SECONDS", "660"))
+"""Above the sidecar's ``reward.deadline_seconds`` (600), so that the sidecar gives up first."""
+
+
 def _finite(row: Any) -> float:
     """The reward of one answered row."""
     reward = row.get("reward") if isinstance(row, dict) else None
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise _Trouble("the sidecar answered something else than a finite number")
+        raise _Trouble("the sidecar answered with something other than a finite number")
     return float(reward)
 
 
 def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     """The rewards of at most ``BATCH_MAX`` rows, in order."""
-    status, value = _call("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
+    status, value = _ask("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
     if status != 200:
         raise _Trouble(_why(status, value))
     rows = value.get("rewards") if isinstance(value, dict) else None
     if not isinstance(rows, list) or len(rows) != len(items):
-        raise _Trouble("the sidecar answered another number of rewards than it was asked for")
+        raise _Trouble("the sidecar answered with another number of rewards than of rows")
     return [_finite(row) for row in rows]
 
 
 def _answers(ground_truth: Any) -> Any:
-    """The reference answers as JSON has them; an array is one of numpy's, which is not imported."""
+    """The reference answers as JSON has them. An array is numpy's, which is not imported here."""
     return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
 
 
-_FAILED = _Failed()
+# --- end of shared --------------------------------------------------------------------------------
 
-# --- end of the link ------------------------------------------------------------------------------
+_FAILED = _Failed("the trainer")
 
 SANDBOX_WORD = "sidecar"
-"""Stands for the real address in ``actor_rollout_ref.rollout.sandbox_url``."""
+"""The placeholder for the real address in ``actor_rollout_ref.rollout.sandbox_url``."""
 BATCHES_AT_ONCE = 2
-"""While the last helper calls of one batch are awaited, the next batch uses the helper."""
+"""With two, the helper has work while the last helper calls of a batch are awaited."""
 SETTLE_SECONDS = 60.0
 RECEIPT = "sidecar_receipt.json"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -190,12 +231,12 @@ def compute_score(data_source: Any, tokenizer: Any, solution_str: Any, ground_tr
     """The reward of one rollout; the wrapped manager asks for whole batches instead.
 
     ``solution_str`` is prompt and response decoded together, special tokens kept; ``ground_truth``
-    one answer or several. Raises ``RuntimeError`` for everything but a finite number.
+    one answer or several. Raises ``RuntimeError`` if the sidecar gives no finite number.
     """
     _install()
     with _FAILED.guarding("no reward"):
         item = _item(data_source, solution_str, ground_truth)
-        status, value = _call("POST", "/reward", item, REWARD_SECONDS)
+        status, value = _ask("POST", "/reward", item, REWARD_SECONDS)
         if status != 200:
             raise _Trouble(_why(status, value))
         return _finite(value)
@@ -210,7 +251,7 @@ def _item(data_source: Any, solution_str: Any, ground_truth: Any) -> dict[str, A
 
 
 class _Noting:
-    """The first run's tokenizer: decodes, and keeps what it decoded."""
+    """The tokenizer of the first run: it decodes, and keeps the decoded texts."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -225,7 +266,7 @@ class _Noting:
 
 
 class _Reading(_Noting):
-    """The second run's: the manager walks the same rows in the same order."""
+    """The tokenizer of the second run, where the manager reads the same rows in order."""
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
         return self.texts.popleft()
@@ -268,7 +309,7 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _until_one_fails(ask: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-    """Asks nothing more once a call has failed: what follows it is never looked at."""
+    """``ask`` that sends no further batch after a failure: its rewards would not be read."""
     failed: list[bool] = []
 
     def call(batch: Any) -> list[float]:
@@ -284,7 +325,7 @@ def _until_one_fails(ask: Callable[[Any], list[float]]) -> Callable[[Any], list[
 
 
 def _key(item: dict[str, Any]) -> tuple[str, str]:
-    """Exact text and answers: identical rollouts of a group stand in line under one key."""
+    """Exact text and answers. Identical rollouts of a group share a key and queue under it."""
     return item["solution_str"], json.dumps(item["ground_truth"])
 
 
@@ -300,7 +341,7 @@ def _take_receipt_first(native: Callable[..., Any]) -> Callable[..., Any]:
         with _FAILED.guarding(f"no checkpoint of step {step}"):
             receipt = _take_receipt(step, folder)
             with contextlib.suppress(FileNotFoundError):
-                os.remove(path)  # of an earlier run in this folder: it must not vouch for a half
+                os.remove(path)  # of an earlier run: it must not vouch for a checkpoint half saved
         result = native(self)
         with _FAILED.guarding(f"the receipt of step {step} is not written"):
             with open(path + ".new", "w", encoding="utf-8") as file:
@@ -314,10 +355,10 @@ def _take_receipt_first(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_receipt(step: int, folder: str) -> Any:
-    """Settles, checks and records, all in the sidecar; a refusal is the first cause in words."""
+    """The sidecar settles, checks and records. Raises its first cause in words if it refuses."""
     wanted = {"step": step, "path": folder}
     path = f"/checkpoints?settle={SETTLE_SECONDS:g}"
-    status, value = _call("POST", path, wanted, 2 * SETTLE_SECONDS)
+    status, value = _ask("POST", path, wanted, 2 * SETTLE_SECONDS)
     if status == 409 and isinstance(value, dict):
         cause = value.get("cause") or {"cause": "work in flight", "detail": "nothing has failed"}
         raise _Trouble(
@@ -339,7 +380,7 @@ def _is_receipt(value: Any, step: int) -> bool:
 
 
 class _Gate:
-    """The actor's workers while a checkpoint is loaded: they want its receipt first."""
+    """Stands for the actor's workers during a load: it checks the receipt before they load."""
 
     def __init__(self, workers: Any) -> None:
         self._workers = workers
@@ -356,9 +397,9 @@ class _Gate:
                 value = None
             if not step.isdigit() or not _is_receipt(value, int(step)):
                 raise _Trouble(
-                    f"it has no {RECEIPT} of a sidecar for this step, so nobody knows what it was "
-                    "trained on; resume from an earlier checkpoint",
-                    latch=False,  # the run that is served has done nothing wrong
+                    f"it has no {RECEIPT} of a sidecar for this step, so it is not known whether "
+                    "its training data was healthy; resume from an earlier checkpoint",
+                    latch=False,  # the checkpoint is at fault, not the run that is served
                 )
         self.asked = True
         return self._workers.load_checkpoint(local_path, *args, **kwargs)
@@ -386,20 +427,20 @@ def _hide_the_address(native: Callable[..., Any]) -> Callable[..., Any]:
     def init_workers(self: Any) -> Any:
         rollout = self.config.actor_rollout_ref.rollout
         with _FAILED.guarding("training does not begin"):
-            status, value = _call(
+            status, value = _ask(
                 "GET", f"/health?settle={SETTLE_SECONDS:g}", None, 2 * SETTLE_SECONDS
             )
             if status != 200:
                 state = value.get("state") if isinstance(value, dict) else None
                 raise _Trouble(f"the sidecar is {state or 'not ready'}", latch=False)
-            real = _endpoints()["sandbox_url"]
+            real = _url("sandbox_url")
         given = rollout.sandbox_url
         try:
             if given == SANDBOX_WORD:
                 rollout.sandbox_url = real
             return native(self)
         finally:
-            # An address given in full was printed before this file was loaded; trackers come later.
+            # The trainer printed a full address before it loaded this file; trackers start later.
             rollout.sandbox_url = given and re.sub(r"(//[^/]*/).+", r"\1***", given)
 
     return init_workers
@@ -418,7 +459,7 @@ _WRAPS = (
 
 
 def _install() -> None:
-    """Replaces the four methods, once; nothing to do in a process without the trainer."""
+    """Replaces the four methods, once. In a process without the trainer it does nothing."""
     if "verl" not in sys.modules:
         return
     for (module, owner), name, wrap in _WRAPS:

@@ -1,3 +1,4 @@
+# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """Rewards of current verl, through the sidecar beside it.
 
 One file for the trainer's own Python (3.10, standard library only). Give it to verl with
@@ -10,18 +11,18 @@ and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where
 ``compute_score_batch`` is for the ``batch`` manager of earlier verl.
 
 verl's managers hand over the response alone, decoded without special tokens. The sidecar's scorer
-reads prompt and response as the pinned trainer has them, so they are put together again here: from
+reads prompt and response in the pinned trainer's form. So this file puts the prompt back, from
 ``extra_info["question"]``, or from ``extra_info["prompt"]`` (messages, or the rendered template).
 ``reward_kwargs.think_prefilled`` says whether the generation prompt ends in ``<think>``, as the
-pinned one does; where nobody says it, it is taken to unless the response begins with the tag.
+pinned one does. Without it, this file assumes so unless the response begins with the tag.
 
-Rows that arrive together travel together: verl scores a step's rollouts all at once and in several
-processes, and a request each would fill the sidecar's waiting room.
+Rows that arrive together are sent together: verl scores a step's rollouts all at once and in
+several processes, and one request for each row would fill the sidecar's waiting room.
 
 A manager may catch an exception and put 0.0 in its place; ``rate_limited`` and ``prime`` do. Both
 are refused when this file is loaded, and again at each call. After the first failure of a process
-whatever is asked is refused, and the sidecar is asked to close its latch. What is raised is a plain
-``RuntimeError``: Ray can carry it to the driver.
+every later call is refused, and the sidecar is asked to close its latch. Every failure is raised as
+a plain ``RuntimeError``, which Ray can carry to the driver.
 """
 
 from __future__ import annotations
@@ -43,21 +44,16 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
-# --- the link to the sidecar: the same lines in both files of this folder; a test compares them ---
+# --- shared: requests, from source/shared.py ------------------------------------------------------
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
-"""Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
-REWARD_SECONDS = float(os.environ.get("SMARTSEARCH_SIDECAR_REWARD_SECONDS", "660"))
-"""Above the sidecar's ``reward.deadline_seconds`` (600), so that the sidecar gives up first."""
-LATCH_SECONDS = 5.0
 ENDPOINTS_BYTES_MAX = 65536
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """What is wrong, as a sentence. It never leaves this file: Ray cannot carry a class that only
-    this file knows, and would show none of the sentence.
+    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
+    that only this file defines, and would drop the sentence.
     """
 
     def __init__(self, sentence: str, *, latch: bool = True) -> None:
@@ -65,36 +61,11 @@ class _Trouble(Exception):
         self.latch = latch
 
 
-class _Failed:
-    """The first failure of this process, which is also its last."""
-
-    def __init__(self) -> None:
-        self.first: str | None = None
-
-    @contextlib.contextmanager
-    def guarding(self, what: str) -> Iterator[None]:
-        """Refuses after a failure; makes any failure of the block the first, and a sentence."""
-        if self.first is not None:
-            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
-        latch = True
-        try:
-            yield
-            return
-        except _Trouble as exc:
-            sentence, latch = f"{what}: {exc}", exc.latch
-        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
-        self.first = self.first or sentence
-        if latch:
-            # Best effort: this process refuses whether or not the sidecar hears of it.
-            with contextlib.suppress(_Trouble):
-                _call("POST", "/latch", {"reason": f"the trainer: {sentence}"}, LATCH_SECONDS)
-        raise RuntimeError(sentence)
-
-
-def _endpoints() -> dict[str, str]:
-    """Both URLs, read at every call: a sidecar that was resumed has moved."""
-    path = os.environ.get(ENDPOINTS_VARIABLE)
+def _url(name: str, endpoints: str | None = None) -> str:
+    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
+    variable names. It is read at every call, since a sidecar that is resumed has another port.
+    """
+    path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
     if not path:
         raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
     try:
@@ -106,77 +77,146 @@ def _endpoints() -> dict[str, str]:
     if mode & 0o077:
         raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
     try:
-        value = json.loads(raw)
-        for name in ("sandbox_url", "internal_url"):
-            url = urlsplit(value[name])
-            if url.scheme != "http" or not (url.hostname and url.port and url.path.strip("/")):
-                raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+        url = str(json.loads(raw)[name]).rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.path.strip("/")):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
-    return {name: value[name].rstrip("/") for name in ("sandbox_url", "internal_url")}
+    return url
 
 
-def _call(method: str, path: str, value: Any, seconds: float) -> tuple[int, Any]:
-    """One try, no proxy, no redirect: status and JSON; raises ``_Trouble`` where there is none."""
-    url = urlsplit(_endpoints()["internal_url"])
+def _ask(
+    method: str,
+    path: str,
+    value: Any,
+    seconds: float,
+    *,
+    url: str = "internal_url",
+    endpoints: str | None = None,
+    bytes_max: int = ANSWER_BYTES_MAX,
+) -> tuple[int, Any]:
+    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
+    parts = urlsplit(_url(url, endpoints))
     try:
         body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
-    except (TypeError, ValueError):
-        raise _Trouble("a rollout or its answers are no text that can be sent") from None
+    except (TypeError, ValueError, RecursionError):
+        raise _Trouble("the request cannot be written as UTF-8 JSON") from None
     headers = {} if body is None else {"Content-Type": "application/json"}
-    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
     try:
-        connection.request(method, url.path + path, body, headers)
+        connection.request(method, parts.path + path, body, headers)
         answer = connection.getresponse()
-        raw = answer.read(ANSWER_BYTES_MAX + 1)
+        raw = answer.read(bytes_max + 1)
     except (OSError, http.client.HTTPException) as exc:
         raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
     finally:
         connection.close()
+    if len(raw) > bytes_max:
+        raise _Trouble(f"got an answer of more than {bytes_max} bytes: is another program there?")
     try:
-        if len(raw) > ANSWER_BYTES_MAX:
-            raise ValueError
-        # No sidecar quotes its own address; if something else does, it goes no further.
-        return answer.status, json.loads(raw.replace(url.path.strip("/").encode(), b"***"))
-    except ValueError:
-        raise _Trouble("what answered in the sidecar's place is none") from None
+        # A sidecar never quotes its capability, but a proxy's error page may.
+        return answer.status, json.loads(raw.replace(parts.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
+
+
+# --- end of shared --------------------------------------------------------------------------------
+
+# --- shared: failures, from source/shared.py ------------------------------------------------------
+
+LATCH_SECONDS = 5.0
+
+
+class _Failed:
+    """The first failure of this process. Every request after it is refused."""
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
+        self._lock = threading.Lock()
+        self._told = False
+        self.first: str | None = None
+
+    def __reduce__(self) -> tuple[type[_Failed], tuple[str]]:
+        """A worker that receives a pickle of this starts without a failure, with its own lock."""
+        return _Failed, (self._caller,)
+
+    def refuse(self) -> None:
+        """Raises ``RuntimeError`` once this process has failed."""
+        if self.first is not None:
+            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
+
+    @contextlib.contextmanager
+    def guarding(self, what: str, endpoints: str | None = None) -> Iterator[None]:
+        """Refuses after a failure. Any exception of the block becomes the first failure, asks the
+        sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
+        """
+        self.refuse()
+        latch = True
+        try:
+            yield
+            return
+        except _Trouble as exc:
+            sentence, latch = f"{what}: {exc}", exc.latch
+        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
+            sentence = f"{what}: {type(exc).__name__}"
+        with self._lock:
+            self.first = self.first or sentence
+            tell, self._told = latch and not self._told, self._told or latch
+        if tell:
+            # Best effort: this process refuses even if the sidecar does not get the request.
+            reason = {"reason": f"{self._caller}: {sentence}"}
+            with contextlib.suppress(_Trouble):
+                _ask("POST", "/latch", reason, LATCH_SECONDS, endpoints=endpoints)
+        # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
+        raise RuntimeError(sentence) from None
 
 
 def _why(status: int, value: Any) -> str:
-    """An error answer as words."""
+    """An error answer as words, all of them constants of the sidecar."""
     error = value.get("error") if isinstance(value, dict) else None
     if not isinstance(error, dict):
         return f"the sidecar answered with status {status}"
     return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
 
 
+# --- end of shared --------------------------------------------------------------------------------
+
+# --- shared: rewards, from source/shared.py -------------------------------------------------------
+
+BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
+"""Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
+REWARD_SECONDS = float(os.environ.get("SMARTSEARCH_SIDECAR_REWARD_SECONDS", "660"))
+"""Above the sidecar's ``reward.deadline_seconds`` (600), so that the sidecar gives up first."""
+
+
 def _finite(row: Any) -> float:
     """The reward of one answered row."""
     reward = row.get("reward") if isinstance(row, dict) else None
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise _Trouble("the sidecar answered something else than a finite number")
+        raise _Trouble("the sidecar answered with something other than a finite number")
     return float(reward)
 
 
 def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     """The rewards of at most ``BATCH_MAX`` rows, in order."""
-    status, value = _call("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
+    status, value = _ask("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
     if status != 200:
         raise _Trouble(_why(status, value))
     rows = value.get("rewards") if isinstance(value, dict) else None
     if not isinstance(rows, list) or len(rows) != len(items):
-        raise _Trouble("the sidecar answered another number of rewards than it was asked for")
+        raise _Trouble("the sidecar answered with another number of rewards than of rows")
     return [_finite(row) for row in rows]
 
 
 def _answers(ground_truth: Any) -> Any:
-    """The reference answers as JSON has them; an array is one of numpy's, which is not imported."""
+    """The reference answers as JSON has them. An array is numpy's, which is not imported here."""
     return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
 
 
-_FAILED = _Failed()
+# --- end of shared --------------------------------------------------------------------------------
 
-# --- end of the link ------------------------------------------------------------------------------
+_FAILED = _Failed("the trainer")
 
 END = "<|im_end|>"
 THINK = "<think>"
@@ -212,8 +252,8 @@ def compute_score(
 ) -> float:
     """The reward of one rollout, for managers that call from a thread or a process of their own.
 
-    Whatever ``data_source`` says, the pinned scorer scores, and declared questions only. Raises
-    ``RuntimeError`` for everything but a finite number.
+    The pinned scorer scores every row, for any ``data_source``, if its question is declared. Raises
+    ``RuntimeError`` if the sidecar gives no finite number.
     """
     swallowed = _is_swallowed()
     row = functools.partial(
@@ -234,7 +274,7 @@ async def compute_score_async(
     think_prefilled: bool | None = None,
     **_given: Any,
 ) -> float:
-    """The same for managers that await, without a thread for each row."""
+    """The same reward for managers that await it, without a thread for each row."""
     swallowed = _is_swallowed()
     row = functools.partial(
         _row, solution_str, ground_truth, extra_info, think_prefilled, swallowed
@@ -266,11 +306,11 @@ def compute_score_batch(
     return [reward.result() for reward in waiting]
 
 
-# --- rows that travel together --------------------------------------------------------------------
+# --- rows that are sent together ------------------------------------------------------------------
 
 
 class _Sender:
-    """One thread that posts what has gathered while it was posting before."""
+    """One thread. It posts the rows that have gathered during its previous request."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -278,14 +318,14 @@ class _Sender:
         self._process: int | None = None
 
     def __reduce__(self) -> tuple[type[_Sender], tuple[()]]:
-        """A thread cannot travel; a worker that is sent this file's functions begins afresh."""
+        """A thread cannot be pickled; a worker that receives this starts its own."""
         return _Sender, ()
 
     def submit(self, make: Callable[[], dict[str, Any]]) -> Future[float]:
-        """The future reward of the row that ``make`` puts together, in the thread."""
+        """The future reward of a row; the thread calls ``make`` for the row."""
         reward: Future[float] = Future()
         with self._change:
-            if self._process != os.getpid():  # the first call, or a fork: threads stay behind
+            if self._process != os.getpid():  # the first call, or a fork, which copies no thread
                 self._process = os.getpid()
                 self._gathered.clear()
                 threading.Thread(target=self._run, name="sidecar-rewards", daemon=True).start()
@@ -319,7 +359,7 @@ _SENDER = _Sender()
 
 
 def _given_up() -> dict[str, Any]:
-    """Who stops waiting for a reward may put another in its place: that is a failure as well."""
+    """A manager that stops waiting for a reward may put another in its place: a failure too."""
     raise _Trouble("the reward manager stopped waiting for a reward")
 
 
@@ -329,11 +369,11 @@ def _given_up() -> dict[str, Any]:
 def _row(
     solution: Any, ground_truth: Any, extra_info: Any, prefilled: bool | None, swallowed: bool
 ) -> dict[str, Any]:
-    """One row of a request; raises ``_Trouble`` where its text cannot be put together."""
+    """One row of a request. Raises ``_Trouble`` if its text cannot be put together."""
     if swallowed:
         raise _Trouble(_SWALLOWED)
     if not isinstance(solution, str):
-        raise _Trouble("a rollout is no text")
+        raise _Trouble("a rollout is not text")
     return {
         "solution_str": _text(solution, dict(extra_info or {}), prefilled),
         "ground_truth": _answers(ground_truth),
@@ -379,7 +419,7 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
 
 
 def _rendered(text: str) -> tuple[str | None, str, str]:
-    """System prompt, question, and what follows, of a rendered template."""
+    """System prompt, question and the rest of a rendered template."""
     turns = _RENDERED.match(text)
     if turns is None:
         raise _Trouble(
@@ -389,7 +429,7 @@ def _rendered(text: str) -> tuple[str | None, str, str]:
 
 
 def _lost_its_tokens(text: Any) -> bool:
-    """Whether this is a rendered prompt whose special tokens were skipped in decoding."""
+    """Whether this is a rendered prompt that was decoded without its special tokens."""
     return isinstance(text, str) and (
         text.startswith(("system\n", "user\n")) and "\nassistant\n" in text
     )
@@ -400,10 +440,12 @@ def _turns(messages: Any) -> tuple[str | None, Any]:
     try:
         turns = [(message["role"], message["content"]) for message in messages]
     except (TypeError, KeyError, IndexError):
-        raise _Trouble("extra_info's prompt is no text and no list of messages") from None
+        raise _Trouble("extra_info's prompt is neither text nor a list of messages") from None
     roles = [role for role, _ in turns]
     if roles not in (["user"], ["system", "user"]):
-        raise _Trouble("extra_info's prompt must be a user message, after a system message at most")
+        raise _Trouble(
+            "extra_info's prompt must be one user message, with at most a system message"
+        )
     system = turns[0][1] if len(turns) > 1 else None
     return (system if isinstance(system, str) else None), turns[-1][1]
 
@@ -424,13 +466,13 @@ def _is_swallowed() -> bool:
 
 
 def _not_an_answer(exc: RuntimeError) -> asyncio.CancelledError:
-    """The one exception that neither these managers nor Ray take for an answer."""
+    """The one exception that these managers do not turn into 0.0 and Ray does not return."""
     logging.getLogger("smartsearch_sidecar").error("%s", exc)  # Ray drops the sentence
     return asyncio.CancelledError(str(exc))
 
 
 def _refuse_to_be_loaded() -> None:
-    """Reads the manager's name in the configuration of whoever loads this file."""
+    """Looks for the manager's name in the configuration of the calling frames, verl's loader."""
     frame = inspect.currentframe()
     while frame is not None:
         config = frame.f_locals.get("config")

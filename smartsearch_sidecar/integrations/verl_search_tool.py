@@ -1,3 +1,4 @@
+# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """The search tool of current verl, through the sidecar beside it.
 
 One file for the trainer's own Python (3.10, standard library only; verl is imported once a tool is
@@ -12,22 +13,25 @@ with ``actor_rollout_ref.rollout.multi_turn.tool_config_path=.../tools.yaml``,
 ``agent.default_agent_loop=tool_agent`` and ``multi_turn.max_tool_response_length`` above the length
 of five passages: verl's default cuts every answer to 256 characters.
 
-verl's agent loop makes a tool message of whatever ``execute`` raises, and trains on it. What
-``release`` raises it lets through, and the trajectory fails. So a failure is raised from both,
-which is why this is a tool with a life cycle: verl's function tools have none. What is raised is a
-plain ``RuntimeError``: Ray can carry it to the driver.
+verl's agent loop makes a tool message of an exception of ``execute``, and trains on it. An
+exception of ``release`` passes through it and fails the trajectory. So a failure is raised from
+both. This needs a tool with a life cycle: verl's function tools have no ``release``. Every failure
+is raised as a plain ``RuntimeError``, which Ray can carry to the driver.
 
-What a failed trajectory does to the run is verl's to say. Its older trainer ends the step. Its
-current one (``trainer.use_v1``, the default) leaves it out, trains on what else the step has, and
-ends only where a step has nothing; by itself it would go on with rollouts that never search. So
-after the first failure of a process every call is refused, the sidecar is asked to close its latch,
-which fails the searches of all other processes, and no further trajectory begins: ``tool_schema``
-raises, which verl reads before each. Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off
-(the asynchronous modes ask for other prompts in any case, and stand still), and ask the gate before
-a checkpoint is accepted.
+verl decides what a failed trajectory does to the run. Its older trainer ends the step. Its current
+one (``trainer.use_v1``, the default) leaves the trajectory out and trains on the rest of the step;
+it ends only if a step is empty. Left alone it would go on with rollouts that never search. So,
+after the first failure of a process:
 
-What the policy gets wrong is no failure. An empty query, or arguments that hold none, goes to the
-sidecar like any other and comes back as ``invalid query``, recorded.
+- every call is refused, and the sidecar is asked to close its latch, which fails the searches of
+  all other processes;
+- no further trajectory begins, since ``tool_schema``, which verl reads before each, raises.
+
+Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off (the asynchronous modes ask for other
+prompts in any case, and stand still). Ask the gate before a checkpoint is accepted.
+
+An error of the policy is not a failure. An empty or missing query goes to the sidecar like any
+other and comes back as ``invalid query``, recorded.
 """
 
 from __future__ import annotations
@@ -39,20 +43,19 @@ import importlib
 import json
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
 ENVIRONMENT = "agentinputlab:smartsearch-fixed-wikipedia-v1"
 TIMEOUT_SECONDS = 30.0
 """Above the sidecar's ``execute.deadline_seconds`` (9), so that the sidecar gives up first."""
 SEARCHES_AT_ONCE = 8
-"""Of one process, as many as the sidecar has slots; verl runs eight such processes on a node."""
-LATCH_SECONDS = 5.0
-ENDPOINTS_BYTES_MAX = 65536
-ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""In one process: as many as the sidecar has slots. verl runs eight such processes on a node."""
+SEARCH_BYTES_MAX = 64 * 1024 * 1024
+"""Of one answer: five passages of any corpus, far above what a context window holds."""
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -66,54 +69,167 @@ SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""What the policy is shown, unless the tool configuration has a ``tool_schema`` of its own. It may
-rename the tool; the argument is called ``query``."""
+"""The policy sees this unless the tool configuration has a ``tool_schema`` of its own. That one may
+rename the tool, but not the argument ``query``."""
+
+
+# --- shared: requests, from source/shared.py ------------------------------------------------------
+
+ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
+ENDPOINTS_BYTES_MAX = 65536
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """What is wrong, as a sentence; it never leaves this file."""
+    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
+    that only this file defines, and would drop the sentence.
+    """
+
+    def __init__(self, sentence: str, *, latch: bool = True) -> None:
+        super().__init__(sentence)
+        self.latch = latch
 
 
-class _Process:
-    """The first failure of this process, which is its last, and the threads that search."""
+def _url(name: str, endpoints: str | None = None) -> str:
+    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
+    variable names. It is read at every call, since a sidecar that is resumed has another port.
+    """
+    path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
+    if not path:
+        raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(ENDPOINTS_BYTES_MAX)
+    except OSError as exc:
+        raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
+    if mode & 0o077:
+        raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
+    try:
+        url = str(json.loads(raw)[name]).rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.path.strip("/")):
+            raise ValueError
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
+    return url
 
-    def __init__(self) -> None:
-        self.failure: str | None = None
+
+def _ask(
+    method: str,
+    path: str,
+    value: Any,
+    seconds: float,
+    *,
+    url: str = "internal_url",
+    endpoints: str | None = None,
+    bytes_max: int = ANSWER_BYTES_MAX,
+) -> tuple[int, Any]:
+    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
+    parts = urlsplit(_url(url, endpoints))
+    try:
+        body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        raise _Trouble("the request cannot be written as UTF-8 JSON") from None
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
+    try:
+        connection.request(method, parts.path + path, body, headers)
+        answer = connection.getresponse()
+        raw = answer.read(bytes_max + 1)
+    except (OSError, http.client.HTTPException) as exc:
+        raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
+    finally:
+        connection.close()
+    if len(raw) > bytes_max:
+        raise _Trouble(f"got an answer of more than {bytes_max} bytes: is another program there?")
+    try:
+        # A sidecar never quotes its capability, but a proxy's error page may.
+        return answer.status, json.loads(raw.replace(parts.path.strip("/").encode(), b"***"))
+    except (ValueError, RecursionError):
+        raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
+
+
+# --- end of shared --------------------------------------------------------------------------------
+
+# --- shared: failures, from source/shared.py ------------------------------------------------------
+
+LATCH_SECONDS = 5.0
+
+
+class _Failed:
+    """The first failure of this process. Every request after it is refused."""
+
+    def __init__(self, caller: str) -> None:
+        self._caller = caller
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._told = False
+        self.first: str | None = None
 
-    def __reduce__(self) -> tuple[type[_Process], tuple[()]]:
-        """Neither lock nor threads can travel; a worker that is sent a tool begins afresh."""
-        return _Process, ()
-
-    def threads(self) -> ThreadPoolExecutor:
-        """Made when first needed: a dataset makes tools too, and never searches."""
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(SEARCHES_AT_ONCE, "sidecar-search")
-            return self._threads
+    def __reduce__(self) -> tuple[type[_Failed], tuple[str]]:
+        """A worker that receives a pickle of this starts without a failure, with its own lock."""
+        return _Failed, (self._caller,)
 
     def refuse(self) -> None:
-        """Raises once this process has failed."""
-        if self.failure is not None:
-            raise RuntimeError(f"refused, since this process has failed before: {self.failure}")
+        """Raises ``RuntimeError`` once this process has failed."""
+        if self.first is not None:
+            raise RuntimeError(f"refused, since this process has failed before: {self.first}")
 
-    def fail(self, sentence: str, endpoints: str | None) -> None:
-        """Remembers the first failure, and asks the sidecar to close its latch."""
+    @contextlib.contextmanager
+    def guarding(self, what: str, endpoints: str | None = None) -> Iterator[None]:
+        """Refuses after a failure. Any exception of the block becomes the first failure, asks the
+        sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
+        """
+        self.refuse()
+        latch = True
+        try:
+            yield
+            return
+        except _Trouble as exc:
+            sentence, latch = f"{what}: {exc}", exc.latch
+        except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
+            sentence = f"{what}: {type(exc).__name__}"
         with self._lock:
-            first, self.failure = self.failure is None, self.failure or sentence
-        if first:
-            # Best effort: this process refuses whether or not the sidecar hears of it.
+            self.first = self.first or sentence
+            tell, self._told = latch and not self._told, self._told or latch
+        if tell:
+            # Best effort: this process refuses even if the sidecar does not get the request.
+            reason = {"reason": f"{self._caller}: {sentence}"}
             with contextlib.suppress(_Trouble):
-                reason = {"reason": f"the search tool: {sentence}"}
-                _post(endpoints, "internal_url", "/latch", reason, LATCH_SECONDS)
+                _ask("POST", "/latch", reason, LATCH_SECONDS, endpoints=endpoints)
+        # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
+        raise RuntimeError(sentence) from None
 
 
-_PROCESS = _Process()
+def _why(status: int, value: Any) -> str:
+    """An error answer as words, all of them constants of the sidecar."""
+    error = value.get("error") if isinstance(value, dict) else None
+    if not isinstance(error, dict):
+        return f"the sidecar answered with status {status}"
+    return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
+
+
+# --- end of shared --------------------------------------------------------------------------------
+
+_FAILED = _Failed("the search tool")
+
+
+class _Threads(ThreadPoolExecutor):
+    """The threads that search. They start at the first search: a dataset's tools never search."""
+
+    def __init__(self) -> None:
+        super().__init__(SEARCHES_AT_ONCE, "sidecar-search")
+
+    def __reduce__(self) -> tuple[type[_Threads], tuple[()]]:
+        """Threads cannot be pickled; a worker that receives a tool starts its own."""
+        return _Threads, ()
+
+
+_THREADS = _Threads()
 
 
 class SidecarSearch:
-    """A verl tool: ``BaseTool`` in all but name, so that this file needs no verl to be read.
+    """A verl tool. It has the methods of ``BaseTool`` but does not inherit: no verl to import.
 
     ``config`` may hold ``endpoints`` (a path, instead of the environment variable),
     ``timeout_seconds`` and ``environment`` (the sidecar's ``execute.environment``).
@@ -131,120 +247,53 @@ class SidecarSearch:
 
     @property
     def tool_schema(self) -> Any:
-        """What the policy is shown. verl reads it where a trajectory begins: once this process has
-        failed none does, the one that would never have searched included.
+        """The schema for the policy. verl reads it at the start of a trajectory. It raises once
+        this process has failed, so no trajectory starts, not even one that would never search.
         """
-        _PROCESS.refuse()
+        _FAILED.refuse()
         return self._schema
 
     def get_openai_tool_schema(self) -> Any:
-        """What the policy is shown."""
+        """The schema for the policy, under the name that ``BaseTool`` has for it."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **_given: Any) -> tuple[str, Any]:
-        """A call begins. Never raises: verl would make a message of it, and release nothing."""
+        """A call begins. Never raises: verl would make a message of it and not call ``release``."""
         return instance_id or str(uuid4()), self._response()
 
     async def execute(
         self, instance_id: str, parameters: Any, **_given: Any
     ) -> tuple[Any, float, dict[str, Any]]:
-        """The passages of a query. Raises ``RuntimeError`` where the sidecar gave none."""
+        """The passages of a query. Raises ``RuntimeError`` if the sidecar gives no result."""
         query = parameters.get("query") if isinstance(parameters, dict) else None
         loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(_PROCESS.threads(), self._search, query)
+        text = await loop.run_in_executor(_THREADS, self._search, query)
         return self._response(text=text), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **_given: Any) -> float:
-        """A search is no merit by itself."""
+        """Always 0.0: a search by itself earns no reward."""
         return 0.0
 
     async def release(self, instance_id: str, **_given: Any) -> None:
-        """A call ends. Raises what ``execute`` raised before: here verl lets it through."""
-        _PROCESS.refuse()
+        """A call ends. Raises after a failure, as ``execute`` does: verl lets this one pass."""
+        _FAILED.refuse()
 
     def _search(self, query: Any) -> str:
-        """In a thread: the result of one search. Whatever goes wrong, the process has failed."""
-        _PROCESS.refuse()
+        """The result of one search, in a thread. Any exception is this process's failure."""
         call = f"wikipedia_search(query={query if isinstance(query, str) else ''!r}, top_n=5)"
-        try:
-            status, value = _post(
-                self._endpoints,
-                "sandbox_url",
+        with _FAILED.guarding("no search", self._endpoints):
+            status, value = _ask(
+                "POST",
                 "/execute",
                 {"env": self._environment, "call": call},
                 self._timeout,
+                url="sandbox_url",
+                endpoints=self._endpoints,
+                bytes_max=SEARCH_BYTES_MAX,
             )
             if status != 200:
                 raise _Trouble(_why(status, value))
             result = value.get("result") if isinstance(value, dict) else None
             if not isinstance(result, str):
-                raise _Trouble("what answered in the sidecar's place is none")
-            return result
-        except _Trouble as exc:
-            sentence = f"no search: {exc}"
-        except Exception as exc:  # noqa: BLE001 - its text may hold a query; it is raised below
-            sentence = f"no search: {type(exc).__name__}"
-        _PROCESS.fail(sentence, self._endpoints)
-        raise RuntimeError(sentence)
-
-
-# --- the link to the sidecar ----------------------------------------------------------------------
-
-
-def _url(endpoints: str | None, name: str) -> str:
-    """One of the run's two URLs, read at every call: a sidecar that was resumed has moved."""
-    path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
-    if not path:
-        raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
-    try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(ENDPOINTS_BYTES_MAX)
-    except OSError as exc:
-        raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
-    if mode & 0o077:
-        raise _Trouble(f"{path} can be read by others: it holds capabilities, so chmod it to 600")
-    try:
-        url = str(json.loads(raw)[name]).rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not (parts.hostname and parts.port and parts.path):
-            raise ValueError
-    except (ValueError, KeyError, TypeError):
-        raise _Trouble(f"{path} is not the endpoints.json of a sidecar") from None
-    return url
-
-
-def _post(
-    endpoints: str | None, name: str, path: str, value: Any, seconds: float
-) -> tuple[int, Any]:
-    """One try, no proxy, no redirect: status and JSON."""
-    url = urlsplit(_url(endpoints, name))
-    connection = http.client.HTTPConnection(str(url.hostname), url.port, timeout=seconds)
-    try:
-        connection.request(
-            "POST",
-            url.path + path,
-            json.dumps(value).encode(),
-            {"Content-Type": "application/json"},
-        )
-        answer = connection.getresponse()
-        raw = answer.read(ANSWER_BYTES_MAX + 1)
-    except (OSError, http.client.HTTPException) as exc:
-        raise _Trouble(f"the sidecar gave no answer ({type(exc).__name__})") from None
-    finally:
-        connection.close()
-    try:
-        if len(raw) > ANSWER_BYTES_MAX:
-            raise ValueError
-        # No sidecar quotes its own address; if something else does, it goes no further.
-        return answer.status, json.loads(raw.replace(url.path.strip("/").encode(), b"***"))
-    except (ValueError, RecursionError):
-        raise _Trouble("what answered in the sidecar's place is none") from None
-
-
-def _why(status: int, value: Any) -> str:
-    """An error answer as words, all of them the sidecar's own constants."""
-    error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict):
-        return f"the sidecar answered with status {status}"
-    return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
+                raise _Trouble("got an answer without passages: is another program on this port?")
+        return result

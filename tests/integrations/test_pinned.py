@@ -257,6 +257,8 @@ def test_one_rollout_is_scored_without_a_trainer(
     assert server.asked("/reward")[1]["data_source"] == "another source"
 
 
+DEEP = b"[" * 100_000  # json.loads answers this with a RecursionError
+
 WRONG: dict[str, Any] = {
     "nan": (200, {"reward": float("nan")}),
     "infinite": (200, {"reward": float("inf")}),
@@ -267,7 +269,7 @@ WRONG: dict[str, Any] = {
     "a list": (200, [1.0]),
     "not json": b"<html>",
     "empty": b"",
-    "deep": b"[" * 100_000,
+    "deep": DEEP,
     "huge": b'{"reward": 1.0}' + b" " * (5 * 1024 * 1024),
     "hang up": HANG_UP,
     "garbled": GARBLED,
@@ -290,6 +292,7 @@ def test_anything_but_a_finite_number_is_refused(
     # Ray cannot carry a class of the file's own, and a cause could hold what came back.
     assert type(seen.value) is RuntimeError
     assert seen.value.__cause__ is None
+    assert seen.value.__suppress_context__
     del server.answers["/reward"]
     with pytest.raises(RuntimeError, match="refused"):
         score_one(function)
@@ -297,7 +300,7 @@ def test_anything_but_a_finite_number_is_refused(
     assert [str(seen.value) in said["reason"] for said in server.asked("/latch")] == [True]
 
 
-@pytest.mark.parametrize("answer", [HANG_UP, GARBLED, b"<html>", (503, error("not_ready"))])
+@pytest.mark.parametrize("answer", [HANG_UP, GARBLED, b"<html>", DEEP, (503, error("not_ready"))])
 def test_a_latch_that_is_not_heard_changes_nothing(
     answer: Any, server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +344,7 @@ def test_what_is_no_text_is_not_sent(
 ) -> None:
     """Answers that no UTF-8 JSON can hold are refused before anything is sent."""
     function = load_alone(monkeypatch)
-    with pytest.raises(RuntimeError, match="no text that can be sent"):
+    with pytest.raises(RuntimeError, match="cannot be written as UTF-8 JSON"):
         score_one(function, truth)
     assert server.asked("/reward") == []
 

@@ -287,6 +287,34 @@ def test_the_file_needs_no_ray_to_be_read() -> None:
     assert ended.stdout == "False\n"
 
 
+def test_a_keeper_tells_a_failure_in_words(tmp_path: Path) -> None:
+    """Endpoints that are missing or open to others, and a port where nothing listens, are rows of
+    the keeper's answers: it raises nothing that Ray would log, and names no capability.
+    """
+    keeper = ray_sidecars.SidecarKeeper([], str(tmp_path), {})
+    assert "cannot be read" in keeper.digest("salt")["trouble"]
+    path = tmp_path / "endpoints.json"
+    path.write_text(
+        json.dumps(
+            {
+                "sandbox_url": f"http://127.0.0.1:1/{EXECUTE_CAPABILITY}",
+                "internal_url": f"http://127.0.0.1:1/{INTERNAL_CAPABILITY}",
+            }
+        )
+    )
+    path.chmod(0o640)
+    assert "chmod it to 600" in keeper.sandbox_url()["trouble"]
+    path.chmod(0o600)
+    assert keeper.sandbox_url() == {"sandbox_url": f"http://127.0.0.1:1/{EXECUTE_CAPABILITY}"}
+    keeper._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        row = keeper.health(0.0)
+    finally:
+        keeper._process.communicate(b"\n")
+    detail = "the sidecar gave no answer (ConnectionRefusedError)"
+    assert row == {"state": "unreachable", "detail": detail}
+
+
 def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
     """Each node has its own sidecar, one call tells of all, one failure fails the whole, a node
     that comes late is noticed, and every ledger is brought home whole.

@@ -28,8 +28,7 @@ from tests.fakes.reward_server import (
 from tests.fakes.rewarded import QUESTION, TRUTH, rewarded
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "smartsearch_sidecar" / "integrations"
-FILE = FOLDER / "verl_reward.py"
+FILE = ROOT / "smartsearch_sidecar" / "integrations" / "verl_reward.py"
 SECRET = "Charles Gounod's birthplace"
 ASKED = "Which city?"
 RESPONSE = " I know. </think>\n<answer> It is \\[ \\boxed{Paris} \\] </answer>"
@@ -466,10 +465,10 @@ GONE = f"system\n{rollouts.SYSTEM_PROMPT}\nuser\n{ASKED}\nassistant\n<think>"
         (RESPONSE, {"question": f"{ASKED}<|im_end|>"}, "special tokens of the template"),
         (RESPONSE, {"prompt": "<|im_start|>user\nno end"}, "not in the form of the pinned"),
         ("<|im_start|>assistant\n<think> hm", None, "not in the form of the pinned"),
-        (RESPONSE, {"prompt": 7}, "no text and no list"),
-        (RESPONSE, {"prompt": [{"role": "assistant", "content": "a"}]}, "must be a user message"),
+        (RESPONSE, {"prompt": 7}, "neither text nor a list"),
+        (RESPONSE, {"prompt": [{"role": "assistant", "content": "a"}]}, "must be one user message"),
         (RESPONSE, {"prompt": [{"role": "user", "content": ["image"]}]}, "neither question nor"),
-        (None, {"question": ASKED}, "a rollout is no text"),
+        (None, {"question": ASKED}, "a rollout is not text"),
     ],
 )
 @pytest.mark.parametrize("name", FORMS)
@@ -484,20 +483,6 @@ def test_a_text_that_cannot_be_rebuilt_is_refused(
 
 
 # --- the file itself ------------------------------------------------------------------------------
-
-
-def test_both_files_have_the_same_link() -> None:
-    """Neither file can import the other, so what they share is the same to the letter."""
-    links = []
-    for path in (FILE, FOLDER / "smartsearch_reward.py"):
-        text = path.read_text(encoding="utf-8")
-        start, end = (
-            text.index("# --- the link to the sidecar"),
-            text.index("# --- end of the link"),
-        )
-        links.append(text[start:end])
-    assert links[0] == links[1]
-    assert len(links[0].splitlines()) > 100
 
 
 DRIVER = """

@@ -64,8 +64,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "verl_search_tool", loaded)
     spec.loader.exec_module(loaded)
     yield loaded
-    if loaded._PROCESS._threads is not None:
-        loaded._PROCESS._threads.shutdown()
+    loaded._THREADS.shutdown()
 
 
 @asynccontextmanager
@@ -257,7 +256,7 @@ async def test_execute_itself_raises(
 
 async def test_a_begun_call_never_raises(module: Any) -> None:
     """What create raised would become a message, and nothing would be released after it."""
-    module._PROCESS.failure = "before"
+    module._FAILED.first = "before"
     assert await module.SidecarSearch({}).create("given") == ("given", ToolResponse())
     (made, _) = await module.SidecarSearch({}).create()
     assert len(made) == 36
@@ -295,7 +294,7 @@ async def test_a_failure_the_sidecar_cannot_see_closes_its_latch(
     async with beside(tmp_path, monkeypatch) as run, stranger(b"<ok>") as url:
         internal = run.endpoints.internal_url
         path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=internal)
-        await expect_raised(module.SidecarSearch({"endpoints": path}), "is none")
+        await expect_raised(module.SidecarSearch({"endpoints": path}), "another program")
         cause = (await run.health())[1]["cause"]
         assert cause["cause"] == "operator"
         assert cause["detail"].startswith("the search tool: no search: ")
@@ -315,7 +314,7 @@ async def test_only_a_text_is_an_answer(module: Any, tmp_path: Path, body: bytes
     """Any other 200 is a failure, not an empty message."""
     async with stranger(body) as url:
         path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=url)
-        await expect_raised(module.SidecarSearch({"endpoints": path}), "is none")
+        await expect_raised(module.SidecarSearch({"endpoints": path}), "another program")
 
 
 async def test_a_capability_that_is_echoed_goes_no_further(module: Any, tmp_path: Path) -> None:
@@ -323,7 +322,9 @@ async def test_a_capability_that_is_echoed_goes_no_further(module: Any, tmp_path
     body = json.dumps({"error": {"code": "proxy", "message": f"/{EXECUTE_CAPABILITY}"}}).encode()
     async with stranger(body) as url:
         path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=url)
-        status, value = await asyncio.to_thread(module._post, path, "sandbox_url", "/x", {}, 5.0)
+        status, value = await asyncio.to_thread(
+            module._ask, "POST", "/x", {}, 5.0, url="sandbox_url", endpoints=path
+        )
         assert (status, value["error"]["message"]) == (200, "/***")
 
 
@@ -415,5 +416,5 @@ async def test_a_tool_can_travel(
         assert await called(tool, {"query": "Ada"}) == joined("Ada")
         again = pickle.loads(pickle.dumps(tool))  # noqa: S301 - ours
         assert await called(again, {"query": "Bob"}) == joined("Bob")
-        module._PROCESS.failure = "here"
-        assert pickle.loads(pickle.dumps(module._PROCESS)).failure is None  # noqa: S301 - ours
+        module._FAILED.first = "here"
+        assert pickle.loads(pickle.dumps(module._FAILED)).first is None  # noqa: S301 - ours
