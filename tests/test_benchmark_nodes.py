@@ -10,8 +10,8 @@ from tests.benchmarks.nodes import (
     full_value,
     lease_traffic,
     main,
+    membership_load,
     nodes_that_fit,
-    presence,
     time_to_verdict,
 )
 
@@ -22,7 +22,7 @@ def test_the_table_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     """A run with few nodes prints all four parts, for each size asked for."""
     main(["2", "3", "--seconds", "1", "--answers", "50"])
     table = capsys.readouterr().out
-    for words in ("LEASES", "DIGESTS", "PRESENCE", "WHERE IT BREAKS", "2 nodes", "3 nodes"):
+    for words in ("LEASES", "DIGESTS", "MEMBERSHIP", "WHERE IT BREAKS", "2 nodes", "3 nodes"):
         assert words in table
 
 
@@ -54,7 +54,7 @@ def test_the_verdict_is_there_in_time() -> None:
     for seed in range(5):
         seconds = time_to_verdict(FEW, seed)
         assert FEW.lost_seconds * 0.8 - 0.1 <= seconds <= FEW.lost_seconds * 1.2 + 0.1
-    assert presence(FEW).state_bytes < 1024
+    assert membership_load(FEW).state_bytes < 1024
 
 
 def test_the_key_has_room_for_more_nodes_than_a_run_may_have() -> None:

@@ -1,10 +1,10 @@
 """What the nodes of one run need of the system between them: a Protocol, and its few values.
 
 Four things, each as NATS JetStream has them: keys changed by compare-and-set, keys that are
-watched, a stream that keeps everything, and a question that every node answers live. ``nats.py``
-speaks to the real one; nothing else in the package knows that it is NATS.
+watched, a stream that keeps every message, and a question that every node answers live.
+``nats/bus.py`` implements it; nothing outside ``nats/`` knows that it is NATS.
 
-Times of other machines' clocks appear nowhere: what matters is when something was heard here.
+No time of another machine's clock appears in it: what counts is when this node received something.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from smartsearch_sidecar.config import Cluster
+
 RETRY_SECONDS: Final = 0.1
-"""Between attempts of who goes on asking while the servers do not answer."""
+"""Between two attempts of a task that retries while the servers do not answer."""
 
 
 class Entry(NamedTuple):
@@ -23,29 +25,29 @@ class Entry(NamedTuple):
     revision: int
 
 
-Heard = Callable[[str, bytes], None]
-"""Told of each value of a watched key, on the loop: the key, the value. Must not raise."""
+OnValue = Callable[[str, bytes], None]
+"""Receives each value of a watched key, on the loop: the key, the value. Must not raise."""
 
-Read = Callable[[int, bytes], None]
-"""Told of each message of the stream, in order, on the loop: its sequence number, its bytes."""
+OnMessage = Callable[[int, bytes], None]
+"""Receives each message of the stream, in order, on the loop: its sequence number, its bytes."""
 
-Asked = Callable[[bytes], Awaitable[bytes]]
-"""Answers a question that another node (or this one) asked of all."""
+OnQuestion = Callable[[bytes], Awaitable[bytes]]
+"""Returns the answer to a question that another node (or this one) asked of all."""
 
-Linked = Callable[[bool], None]
-"""Told, on the loop, when the connection is lost (False) and when it is back (True)."""
+OnLink = Callable[[bool], None]
+"""Called on the loop when the connection is lost (False) and when it is back (True)."""
 
 
 class Bus(Protocol):
-    """The nodes' common ground for one run. Every call is bounded in time.
+    """The connection of one node to the other nodes of its run. Every call is bounded in time.
 
-    All raise ``ClusterUnreachable`` where the servers do not answer in time; nothing is ever
-    retried behind the caller's back where that could change a value twice.
+    Every call raises ``ClusterUnreachable`` where the servers do not answer in time. No call is
+    retried internally where a retry could change a value twice.
     """
 
     @property
     def connected(self) -> bool:
-        """Whether the servers are reached right now, as far as is known."""
+        """Whether the servers are reached right now, as far as this node knows."""
         ...
 
     async def get(self, key: str) -> Entry | None:
@@ -53,7 +55,7 @@ class Bus(Protocol):
         ...
 
     async def create(self, key: str, value: bytes) -> bool:
-        """Sets a key that nobody has set; False where somebody has."""
+        """Sets a key that has no value yet; False where it has one."""
         ...
 
     async def update(self, key: str, value: bytes, revision: int) -> bool:
@@ -61,13 +63,14 @@ class Bus(Protocol):
         ...
 
     async def put(self, key: str, value: bytes) -> None:
-        """Sets a key whatever it was."""
+        """Sets a key, over any value it has."""
         ...
 
-    async def watch(self, prefix: str, heard: Heard) -> None:
-        """Tells of every key under ``prefix``: first what is set, then each change, in order.
+    async def watch(self, prefix: str, on_value: OnValue) -> None:
+        """Calls ``on_value`` for every key under ``prefix``: first the present values, then each
+        change, in order.
 
-        Returns once the present values have been told; goes on until ``close``, over reconnects.
+        Returns once the present values were delivered; goes on until ``close``, over reconnects.
         """
         ...
 
@@ -75,8 +78,9 @@ class Bus(Protocol):
         """Appends to the run's stream; returns the message's sequence number once it is kept."""
         ...
 
-    async def read(self, read: Read) -> None:
-        """Tells of every message of the stream from the first on; goes on over reconnects.
+    async def read(self, on_message: OnMessage) -> None:
+        """Calls ``on_message`` for every message of the stream from the first on; goes on over
+        reconnects.
 
         Returns at once; ``last`` says how far there is to read.
         """
@@ -87,13 +91,23 @@ class Bus(Protocol):
         ...
 
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
-        """Asks every node; returns at ``answers`` answers or after ``seconds``: those heard."""
+        """Asks every node; returns the answers that came, at ``answers`` of them or after
+        ``seconds``.
+        """
         ...
 
-    async def answer(self, asked: Asked) -> None:
-        """Answers what is asked from now on, until ``close``."""
+    async def answer(self, on_question: OnQuestion) -> None:
+        """Answers questions from now on, until ``close``."""
         ...
 
     async def close(self) -> None:
         """Ends everything; safe to call twice and while disconnected."""
         ...
+
+
+class Connect(Protocol):
+    """Makes a node's ``Bus``: ``cluster.nats.bus.connect``, or what a test has in its place."""
+
+    async def __call__(
+        self, cluster: Cluster, run_id: str, *, on_link: OnLink, replicas: int | None = None
+    ) -> Bus: ...

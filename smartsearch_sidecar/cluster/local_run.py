@@ -1,34 +1,28 @@
-"""What a node needs of its own side: the way to the servers, and its own run."""
+"""What a node reads of the run in its own process, and how it closes that run's latch."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from smartsearch_sidecar.cluster.bus import Bus, Linked
-from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
+from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leaser import used_of
-from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.run.state import RunState
-
-
-class Connect(Protocol):
-    """``cluster.nats.connect``, or what a test has in its place."""
-
-    async def __call__(
-        self, cluster: Cluster, run_id: str, *, linked: Linked, replicas: int | None = None
-    ) -> Bus: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """What a node knows of its own run.
+    """The run of this process, as its node uses it.
 
-    ``busy`` says whether anything is in flight, ``journal`` names the last record (``seq``,
-    ``head``), ``settle`` waits for work in flight up to so many seconds and asks the provider who
-    it is, ``close`` closes the latch with a cause and a detail.
+    Attributes:
+        state: the fold of its records.
+        busy: whether anything is in flight.
+        journal: sequence number and sum of the last record.
+        settle: waits up to so many seconds for work in flight, then checks the provider's identity.
+        close: closes the latch with a cause and a detail.
+        latched: set once the latch is closed.
+        latch_durable: returns once the closed latch is on disk.
     """
 
     state: RunState
@@ -40,7 +34,7 @@ class LocalRun:
     latch_durable: Callable[[], Awaitable[None]]
 
     def status(self, *, instance: str, beat: int, ended: bool) -> NodeState:
-        """How the run is now, as the other nodes are told."""
+        """How the run is now, as it is published to the other nodes."""
         run = self.state
         seq, head = self.journal()
         status = (
@@ -61,7 +55,7 @@ class LocalRun:
             instance=instance,
             restarts=run.restarts,
             beat=beat,
-            word=status,
+            status=status,
             ended=ended and status is not RunStatus.PENDING,
             admitted=run.attempts > 0,
             counts=counts,

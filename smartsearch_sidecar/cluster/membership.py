@@ -1,43 +1,45 @@
-"""Whether the run's nodes are there: what is heard of them, and what the run is by that.
+"""Whether the run's nodes are there: what was received of each, and what the run is by that.
 
-Theory. Each node says how it is, at least every fifth of ``lost_seconds``; the others note when
-they heard it, on their own monotonic clock. Nobody's wall clock appears anywhere. A word that is
-told again, as a reconnected watch does, is no sign of life: each carries the count of its node's
-restarts and of its own words, and only a later one is news.
+Theory. Each node publishes its state at least every fifth of ``lost_seconds``; the others note when
+they received it, on their own monotonic clock. No wall clock appears anywhere. A state that is
+delivered again, as a reconnected watch does, is no sign of life: each carries the count of its
+node's restarts and its own number since the last of them, and only a later one counts.
 
-Silence says something only while we listened. While the servers are not reached, or this process
-itself stood still, nobody's silence is held against them: the time that counts begins anew with the
-listening (such a node is quiet all the same). So that a connection that comes and goes cannot hide
-a dead node for ever, a silence of ``GRACE`` times ``lost_seconds`` counts over such gaps.
+Silence counts only while this node listened. While the servers are not reached, or this process
+itself stood still, no other node's silence is held against it: the time that counts begins anew
+with the listening (such a node is quiet all the same). A connection that comes and goes could hide
+a dead node for ever in this way, so a silence of ``GRACE`` times ``lost_seconds`` counts over such
+gaps.
 
-Of each node three facts are taken: the link to the servers (one for all), what was heard of the
-node, and its last word. The table in ``verdicts.py`` makes a state of each combination; the run's
-is the worst of them. A failure has to close the latch; the first one found stays.
+Of each node three facts are taken: the link to the servers (one for all), its liveness, and its
+last status. The table below makes a state of each combination, by these rules:
+
+- A failure that a node states is a failure. It does not grow old, and needs no link now.
+- Without a link this node knows nothing of the others. The run is pending because of the link
+  itself, and has failed once the link was away for too long.
+- With a link, silence weighs more than a status, because a status grows old.
+- What remains are nodes that are fresh or ended: their last status holds.
+
+The run's state is that of its worst node. A failure has to close the latch; the first one stays.
 
 A node that never joined has no name here: as many of them are counted as ``run.nodes`` has more
 than are known. Their clock runs from the first admission of any node. A node that ended cleanly has
-nothing more to say and is never lost; one that resumes is a node like any other again.
+nothing more to publish and is never lost; one that resumes is a node like any other again.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.membership_table import (
-    HEALTHY_ROW,
-    Link,
-    Liveness,
-    Reason,
-    cell_of,
-    row_of,
-)
-from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
+from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
 
 HEARTBEATS: Final = 5
-"""Words a node says in ``lost_seconds``: four may be lost on the way."""
+"""States a node publishes in ``lost_seconds``: four may be lost on the way."""
 QUIET_SHARE: Final = 0.5
 """Of ``lost_seconds``: a node silent for so long makes the run pending."""
 GRACE: Final = 3
@@ -45,18 +47,121 @@ GRACE: Final = 3
 needed: a connection may be away for almost one, and a node has one to come back after that."""
 
 
+# --- the facts ------------------------------------------------------------------------------------
+
+
+class Link(enum.StrEnum):
+    """The connection to the servers."""
+
+    UP = "up"
+    DOWN = "down"
+    CUT = "cut"
+    """Down for ``lost_seconds`` or longer; it counts as down for good, even if it comes back."""
+
+
+class Liveness(enum.StrEnum):
+    """What was received of a node."""
+
+    FRESH = "fresh"
+    UNANSWERED = "unanswered"
+    """Fresh, but it did not answer a question that all were asked."""
+    QUIET = "quiet"
+    ENDED = "ended"
+    AWAITED = "awaited"
+    """Never joined, and may still."""
+    LOST = "lost"
+    NEVER = "never"
+    """Never joined, and the run went on for ``lost_seconds`` without it."""
+
+
+class Reason(enum.StrEnum):
+    """Why a run is not healthy."""
+
+    CLUSTER_UNREACHABLE = "cluster_unreachable"
+    NODE_FAILED = "node_failed"
+    NODE_LOST = "node_lost"
+    NODE_ABSENT = "node_absent"
+    NODE_QUIET = "node_quiet"
+    NODE_PENDING = "node_pending"
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What three facts come to."""
+
+    status: RunStatus
+    reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class _CellRule:
+    """Facts that match (``None``: any), and what they come to."""
+
+    cell: Cell
+    link: Link | None = None
+    liveness: Collection[Liveness] | None = None
+    status: RunStatus | None = None
+
+    def matches(self, link: Link, liveness: Liveness, status: RunStatus) -> bool:
+        return (
+            self.link in (None, link)
+            and (self.liveness is None or liveness in self.liveness)
+            and self.status in (None, status)
+        )
+
+
+# Read from the top; the first rule that matches decides, and the last one matches everything. The
+# order is also the order of weight: of several nodes, the one whose rule stands highest is named.
+_TABLE: Final = (
+    _CellRule(Cell(RunStatus.FAILED, Reason.NODE_FAILED), status=RunStatus.FAILED),
+    _CellRule(Cell(RunStatus.FAILED, Reason.CLUSTER_UNREACHABLE), link=Link.CUT),
+    _CellRule(Cell(RunStatus.PENDING, Reason.CLUSTER_UNREACHABLE), link=Link.DOWN),
+    _CellRule(Cell(RunStatus.FAILED, Reason.NODE_LOST), liveness=(Liveness.LOST, Liveness.NEVER)),
+    _CellRule(Cell(RunStatus.PENDING, Reason.NODE_ABSENT), liveness=(Liveness.AWAITED,)),
+    _CellRule(
+        Cell(RunStatus.PENDING, Reason.NODE_QUIET),
+        liveness=(Liveness.QUIET, Liveness.UNANSWERED),
+    ),
+    _CellRule(Cell(RunStatus.PENDING, Reason.NODE_PENDING), status=RunStatus.PENDING),
+    _CellRule(Cell(RunStatus.HEALTHY, None)),
+)
+
+_HEALTHY: Final = len(_TABLE) - 1
+
+
+@functools.cache
+def weight_of(link: Link, liveness: Liveness, status: RunStatus) -> int:
+    """The place of the rule that decides: the lower, the more it weighs.
+
+    ``status`` is ``PENDING`` for a node that has published no state yet.
+    """
+    return next(at for at, rule in enumerate(_TABLE) if rule.matches(link, liveness, status))
+
+
+def cell_at(weight: int) -> Cell:
+    """What the rule at a place comes to."""
+    return _TABLE[weight].cell
+
+
 # --- the machine ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """What the run is, for the node that asks.
 
-    ``cause`` is what has to close this node's latch, with ``detail`` as its detail; ``None`` where
-    nothing has failed. ``node`` is the node it is about, where it is about one.
+    Attributes:
+        status: healthy, pending or failed.
+        reason: why it is not healthy; ``None`` where it is.
+        cause, detail: what has to close this node's latch; ``cause`` is ``None`` where nothing has
+            failed.
+        node: the node it is about, where it is about one.
     """
 
-    state: RunStatus
+    status: RunStatus
     reason: Reason | None = None
     cause: str | None = None
     detail: str = ""
@@ -65,9 +170,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """One node as it stands on the page: what was heard, how long ago (seconds), its last word."""
+    """One node as the page shows it: its liveness, seconds since its last state, that state."""
 
-    hearing: Liveness
+    liveness: Liveness
     silent_seconds: float
     state: NodeState | None
 
@@ -75,19 +180,20 @@ class NodeRow:
 @dataclass(slots=True)
 class _Member:
     instance: str
-    heard_at: float
+    received_at: float
     state: NodeState | None = None
 
 
 class Membership:
     """The nodes of one run as one of them sees it. Times are seconds of its monotonic clock.
 
-    Told what happens, in the order it happens; ``verdict`` and ``rows`` change nothing. Tell it
-    ``ticked`` at least every fifth of ``lost_seconds``: that is how it knows that it listened.
+    The methods ``on_…`` take what happens, in the order it happens; ``verdict`` and ``rows`` change
+    nothing. Call ``on_tick`` at least every fifth of ``lost_seconds``: a longer gap between two
+    events means that this process stood still and did not listen.
     """
 
     def __init__(self, own: str, nodes: int, lost_seconds: float, now: float) -> None:
-        """``own`` is this node, whose own words are told like any other's; ``nodes`` the run's."""
+        """``own`` is this node, whose states come in like any other's; ``nodes`` the run's."""
         self._own = own
         self._nodes = nodes
         self._lost_seconds = lost_seconds
@@ -95,12 +201,12 @@ class Membership:
         self._awake_since = self._linked_since = self._last_event = now
         self._down_since: float | None = None
         self._admitted_at: float | None = None
-        self._failure: Verdict | None = None
+        self._failure: RunVerdict | None = None
 
     # --- what happens -----------------------------------------------------------------------------
 
-    def joined(self, name: str, instance: str, now: float) -> None:
-        """A registration was read. Words of another instance than this are not this node's."""
+    def on_joined(self, name: str, instance: str, now: float) -> None:
+        """A registration was read. From now on states of another instance do not count."""
         self._event(now)
         member = self._members.get(name)
         if member is None:
@@ -108,8 +214,8 @@ class Membership:
         if member is None or member.instance != instance:
             self._members[name] = _Member(instance, now)
 
-    def heard(self, name: str, state: NodeState, now: float) -> None:
-        """A node's word: watched, or an answer. One that is no news is no sign of life."""
+    def on_state(self, name: str, state: NodeState, now: float) -> None:
+        """A node's state arrived: watched, or as an answer. An old one is no sign of life."""
         self._event(now)
         member = self._members.get(name)
         if member is None:
@@ -118,13 +224,15 @@ class Membership:
         elif not _is_news(member, state):
             return
         else:
+            # Before the news is taken in: a node is lost when its time is over, even where that is
+            # noticed only as it comes back.
             self._keep(self._of_member(name, now))
-        member.state, member.heard_at = state, now
+        member.state, member.received_at = state, now
         if state.admitted and self._admitted_at is None:
             self._admitted_at = now
         self._keep(self._of_member(name, now))
 
-    def connected(self, now: float) -> None:
+    def on_connected(self, now: float) -> None:
         """The servers are reached again: from now on, silence counts anew."""
         self._event(now)
         if self._down_since is not None:
@@ -132,13 +240,13 @@ class Membership:
             self._down_since = None
             self._linked_since = now
 
-    def disconnected(self, now: float) -> None:
+    def on_disconnected(self, now: float) -> None:
         """The servers are not reached."""
         self._event(now)
         if self._down_since is None:
             self._down_since = now
 
-    def ticked(self, now: float) -> Verdict:
+    def on_tick(self, now: float) -> RunVerdict:
         """Time has passed, and this process was there. The verdict, whose failure stays."""
         self._event(now)
         verdict = self.verdict(now)
@@ -152,19 +260,21 @@ class Membership:
         """The nodes that have joined, sorted."""
         return tuple(sorted(self._members))
 
-    def verdict(self, now: float, *, answered: Collection[str] | None = None) -> Verdict:
-        """What the run is. ``answered``: who answered a question that all were asked; of the others
-        only those that ended may be healthy.
+    def verdict(self, now: float, *, answered: Collection[str] | None = None) -> RunVerdict:
+        """What the run is.
+
+        ``answered`` names the nodes that answered a question to all; then a node that did not
+        answer is healthy only if it has ended. ``None`` where no question was asked.
         """
         if self._failure is not None:
             return self._failure
-        link, found = self._link(now), [(HEALTHY_ROW, "", Liveness.FRESH)]
+        link, found = self._link(now), [(_HEALTHY, "", Liveness.FRESH)]
         if self._nodes > len(self._members):
-            hearing = self._absent(now)
-            found.append((row_of(link, hearing, RunStatus.PENDING), "", hearing))
+            liveness = self._absent(now)
+            found.append((weight_of(link, liveness, RunStatus.PENDING), "", liveness))
         for name in self._members:
-            hearing, word = self._facts(name, now, answered)
-            found.append((row_of(link, hearing, word), name, hearing))
+            liveness, status = self._facts(name, now, answered)
+            found.append((weight_of(link, liveness, status), name, liveness))
         return self._verdict(*min(found), now)
 
     def rows(self, now: float, *, answered: Collection[str] | None = None) -> dict[str, NodeRow]:
@@ -172,7 +282,7 @@ class Membership:
         return {
             name: NodeRow(
                 self._facts(name, now, answered)[0],
-                0.0 if name == self._own else max(0.0, now - self._members[name].heard_at),
+                0.0 if name == self._own else max(0.0, now - self._members[name].received_at),
                 self._members[name].state,
             )
             for name in self.names
@@ -185,7 +295,7 @@ class Membership:
         self._last_event = now
 
     def _awake(self, now: float) -> float:
-        """Since when. A gap in what this process was told means that it stood still itself."""
+        """Since when this process listens. A gap between two events means that it stood still."""
         stood_still = now - self._last_event > QUIET_SHARE * self._lost_seconds
         return now if stood_still else self._awake_since
 
@@ -210,65 +320,66 @@ class Membership:
         self, name: str, now: float, answered: Collection[str] | None = None
     ) -> tuple[Liveness, RunStatus]:
         member = self._members[name]
-        word = RunStatus.PENDING if member.state is None else member.state.word
+        status = RunStatus.PENDING if member.state is None else member.state.status
         if member.state is not None and member.state.ended:
-            return Liveness.ENDED, word
+            return Liveness.ENDED, status
         if name != self._own:
-            silence = self._silence(member.heard_at, now)
+            silence = self._silence(member.received_at, now)
             if silence >= self._lost_seconds:
-                return Liveness.LOST, word
-            # Whole silence: a node that was not heard since we are back is not fresh.
-            if now - member.heard_at >= QUIET_SHARE * self._lost_seconds:
-                return Liveness.QUIET, word
+                return Liveness.LOST, status
+            # The whole silence, not the one that counts: a node that published nothing since this
+            # node listens again is not fresh.
+            if now - member.received_at >= QUIET_SHARE * self._lost_seconds:
+                return Liveness.QUIET, status
         if answered is not None and name not in answered:
-            return Liveness.UNANSWERED, word
-        return Liveness.FRESH, word
+            return Liveness.UNANSWERED, status
+        return Liveness.FRESH, status
 
-    def _of_member(self, name: str, now: float) -> Verdict:
-        hearing, word = self._facts(name, now)
-        return self._verdict(row_of(self._link(now), hearing, word), name, hearing, now)
+    def _of_member(self, name: str, now: float) -> RunVerdict:
+        liveness, status = self._facts(name, now)
+        return self._verdict(weight_of(self._link(now), liveness, status), name, liveness, now)
 
     def _keep_absence(self, now: float) -> None:
         if self._nodes > len(self._members):
-            hearing = self._absent(now)
-            row = row_of(self._link(now), hearing, RunStatus.PENDING)
-            self._keep(self._verdict(row, "", hearing, now))
+            liveness = self._absent(now)
+            weight = weight_of(self._link(now), liveness, RunStatus.PENDING)
+            self._keep(self._verdict(weight, "", liveness, now))
 
-    def _keep(self, verdict: Verdict) -> None:
+    def _keep(self, verdict: RunVerdict) -> None:
         if self._failure is None and verdict.cause is not None:
             self._failure = verdict
 
-    def _verdict(self, at: int, name: str, hearing: Liveness, now: float) -> Verdict:
-        cell = cell_of(at)
+    def _verdict(self, weight: int, name: str, liveness: Liveness, now: float) -> RunVerdict:
+        cell = cell_at(weight)
         if cell.reason is None:
-            return Verdict(cell.state)
+            return RunVerdict(cell.status)
         cause: str | None = errors.NODE_LOST.closes_as
         if cell.reason is Reason.CLUSTER_UNREACHABLE:
             name, detail = "", f"node {self._own} does not reach the NATS servers"
             cause = errors.CLUSTER_UNREACHABLE.closes_as
         else:
-            detail = self._about(name, hearing, now)
+            detail = self._about(name, liveness, now)
         if cell.reason is Reason.NODE_FAILED and (state := self._members[name].state) is not None:
             cause = state.cause
-        failed = cell.state is RunStatus.FAILED
-        return Verdict(cell.state, cell.reason, cause if failed else None, detail, name or None)
+        failed = cell.status is RunStatus.FAILED
+        return RunVerdict(cell.status, cell.reason, cause if failed else None, detail, name or None)
 
-    def _about(self, name: str, hearing: Liveness, now: float) -> str:
-        """A sentence about a node that keeps the run from being healthy, or about the absent."""
+    def _about(self, name: str, liveness: Liveness, now: float) -> str:
+        """A sentence about the node that keeps the run from being healthy; "": absent nodes."""
         if not name:
-            joined = ", ".join(self.names) or "nobody"
+            joined = ", ".join(self.names) or "none yet"
             missing = self._nodes - len(self._members)
-            never = "have never joined" if hearing is Liveness.NEVER else "have not joined yet"
+            never = "have never joined" if liveness is Liveness.NEVER else "have not joined yet"
             return f"{missing} of the run's {self._nodes} nodes {never} (joined: {joined})"
         member = self._members[name]
-        if hearing in (Liveness.QUIET, Liveness.LOST):
-            return f"node {name} has not been heard of for {now - member.heard_at:.1f} s"
-        if hearing is Liveness.UNANSWERED:
+        if liveness in (Liveness.QUIET, Liveness.LOST):
+            return f"node {name} has not been heard of for {now - member.received_at:.1f} s"
+        if liveness is Liveness.UNANSWERED:
             return f"node {name} did not answer"
         if member.state is None:
-            return f"node {name} has said nothing yet"
+            return f"node {name} has published no state yet"
         failed = member.state.cause is not None
-        return f"on node {name}, as it says itself" if failed else f"node {name} has work in flight"
+        return f"on node {name}, by its own report" if failed else f"node {name} has work in flight"
 
 
 def _is_news(member: _Member, state: NodeState) -> bool:

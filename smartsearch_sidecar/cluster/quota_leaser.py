@@ -1,8 +1,8 @@
-"""This node's lease of the run's quotas, kept ahead of what it uses.
+"""Keeps this node's lease of the run's quotas ahead of what it uses.
 
-``lease.py`` has the rules; here is when they are asked. One task makes every change to the key, so
-a node never races itself. Whoever finds no room waits for it to have asked once: what the run had
-left is only as new as the last value seen.
+``quota_leases.py`` has the rules; here is when they are asked. One task makes every change to the
+key, so a node never races itself. A request that finds no room waits for one round of that task:
+what the run had left is only as new as the last value seen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from smartsearch_sidecar.cluster.quota_leases import (
     OUTPUT_TOKENS,
     SCORES,
     SEARCHES,
-    Allowance,
     Amounts,
     Leases,
+    NodeLease,
     blocks,
-    enrolled,
+    joined,
     leased,
     pause,
     resource,
@@ -36,7 +36,7 @@ QUOTA: Final = "quota"
 
 
 def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """What the run has of each resource; ``splits`` as ``scores.quotas_of`` gives each."""
+    """What the run has of each resource; ``splits`` as ``reward_state.quotas_of`` gives each."""
     found = {SEARCHES: max_calls}
     for split, quotas in splits.items():
         found[resource(split, SCORES)] = quotas["max_scores"]
@@ -46,7 +46,7 @@ def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[s
 
 
 def used_of(state: RunState) -> dict[str, int]:
-    """What a node's own fold says it has used of each resource, reserved tokens included."""
+    """What a node has used of each resource by its own fold, reserved tokens included."""
     found = {SEARCHES: state.attempts}
     for split, meter in state.scores.splits.items():
         found[resource(split, SCORES)] = meter.score_attempts
@@ -56,7 +56,7 @@ def used_of(state: RunState) -> dict[str, int]:
 
 
 class QuotaLeaser:
-    """What this node may use. Everything here is called on the loop."""
+    """Leases for this node, and waits for room. Everything here is called on the loop."""
 
     def __init__(
         self, bus: Bus, node: str, *, totals: Amounts, members: int, lease_block: int
@@ -67,7 +67,7 @@ class QuotaLeaser:
         self.totals = dict(totals)
         self._members = members
         self._block = blocks(totals, lease_block, members)
-        self._rules = Allowance(node, self._block)
+        self._lease = NodeLease(node, self._block)
         self._state = RunState()
         self._asked = asyncio.Event()
         self._needs: dict[asyncio.Future[None], Amounts] = {}
@@ -80,14 +80,14 @@ class QuotaLeaser:
 
     # --- the key ----------------------------------------------------------------------------------
 
-    async def enrol(self) -> None:
-        """Makes this node one of the run's. Raises ``ClusterRefused`` where it is one too many,
+    async def join(self) -> None:
+        """Takes a place in the run. Raises ``ClusterRefused`` where all are taken,
         ``ClusterUnreachable``, ``ClusterUnreadable``.
         """
-        await self._change(lambda value: enrolled(value, self._node))
+        await self._change(lambda value: joined(value, self._node))
 
     def serve(self, state: RunState) -> None:
-        """From now on ``state`` says what was used."""
+        """From now on ``state`` says what this node has used."""
         self._state = state
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class QuotaLeaser:
             self._begun += 1
             number = self._begun
             try:
-                await self._lease()
+                await self._lease_more()
             except errors.ClusterUnreachable as exc:
                 self._away = exc
                 self._asked.set()
@@ -108,15 +108,15 @@ class QuotaLeaser:
             self.wake()
 
     def wake(self) -> None:
-        """Lets everyone who waits for room look again."""
-        for turn in self._needs:
-            if not turn.done():
-                turn.set_result(None)
+        """Makes every waiting request look for room again."""
+        for waiter in self._needs:
+            if not waiter.done():
+                waiter.set_result(None)
         for wake in self._wakes:
             wake()
 
     def woken(self, wake: Callable[[], None]) -> None:
-        """See ``allowance.Allowance``."""
+        """See ``run.shared_quota.Allowance``."""
         self._wakes.append(wake)
 
     async def give_back(self) -> None:
@@ -124,19 +124,19 @@ class QuotaLeaser:
         used = used_of(self._state)
         await self._change(lambda value: returned(value, self._node, used))
 
-    async def _lease(self) -> None:
+    async def _lease_more(self) -> None:
         def more(value: Leases) -> Leases:
             needed: Counter[str] = Counter()
             for need in (*self._needs.values(), *self._calls.values()):
                 needed.update(need)
-            wanted = self._rules.wanted(used_of(self._state), needed)
+            wanted = self._lease.wanted(used_of(self._state), needed)
             return leased(value, self._node, wanted)[0] if wanted else value
 
         await self._change(more)
 
     async def _change(self, change: Callable[[Leases], Leases]) -> None:
-        """Replaces the key's value by what ``change`` makes of it, however often others do so
-        meanwhile. An update whose answer was lost is settled by reading the value again.
+        """Replaces the key's value by what ``change`` makes of it, and tries again where another
+        node was faster. An update whose answer was lost is settled by reading the value again.
         """
         attempt = 0
         while True:
@@ -145,13 +145,13 @@ class QuotaLeaser:
                 value, revision = Leases.begun(self.totals, self._members), 0
             else:
                 value, revision = Leases.decode(entry.value), entry.revision
-                self._rules.seen(value, revision)
+                self._lease.seen(value, revision)
             new = change(value)
             if entry is not None and new == value:
                 return
             if await self._put(new, revision):
-                # The key's own revision is this or a later one; whoever reads it will know.
-                self._rules.seen(new, revision + 1)
+                # The key's own revision is this or a later one; the next read brings it.
+                self._lease.seen(new, revision + 1)
                 return
             attempt += 1
             await asyncio.sleep(pause(attempt, random.random()))
@@ -164,14 +164,14 @@ class QuotaLeaser:
     # --- asking -----------------------------------------------------------------------------------
 
     async def room_to_search(self, deadline: float) -> None:
-        """See ``allowance.Allowance``."""
+        """See ``run.shared_quota.Allowance``."""
         used = self._state.attempts
         self._ahead(SEARCHES, used)
-        if not self._rules.fits(SEARCHES, used):
+        if not self._lease.fits(SEARCHES, used):
             await self._room(lambda: {SEARCHES: 1}, deadline)
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
-        """See ``allowance.Allowance``."""
+        """See ``run.shared_quota.Allowance``."""
         await self._room(
             lambda: {resource(split, SCORES): count for split, count in wanted().items()}, deadline
         )
@@ -181,44 +181,44 @@ class QuotaLeaser:
         while True:
             self._state.refuse_closed()
             need, used = needed(), used_of(self._state)
-            if all(self._rules.fits(name, used[name], need[name]) for name in need):
+            if all(self._lease.fits(name, used[name], need[name]) for name in need):
                 return
             if asked is None or self._ended > asked:
                 if asked is not None:
                     self._refuse_exhausted(need, used)
-                asked = self._begun  # a round that begins from now on knows of us
+                asked = self._begun  # a round that begins from now on includes this need
             await self._next_round(need, deadline)
 
     async def _next_round(self, need: Amounts, deadline: float) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._needs[turn] = need
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._needs[waiter] = need
         self._asked.set()
         try:
             async with asyncio.timeout_at(deadline):
-                await turn
+                await waiter
         except TimeoutError:
             raise errors.CLUSTER_UNREACHABLE(
                 "this node's lease is used up, and no more could be leased before the deadline: "
                 + (self._away.message if self._away else "too many nodes asked at once")
             ) from None
         finally:
-            del self._needs[turn]
+            del self._needs[waiter]
 
     def room_to_call(self, split: str) -> bool:
-        """See ``allowance.Allowance``."""
+        """See ``run.shared_quota.Allowance``."""
         meter = self._state.scores.splits[split]
         calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
         used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}
         need = {calls: 1, tokens: meter.cap}
-        if all(self._rules.fits(name, used[name], need[name]) for name in need):
+        if all(self._lease.fits(name, used[name], need[name]) for name in need):
             self._calls.pop(split, None)
             self._calls_asked.pop(split, None)
             for name in need:
                 self._ahead(name, used[name])
             return True
         asked = self._calls_asked.get(split)
-        # What is unsettled gives tokens back as a rule, but never calls.
-        may_settle = meter.unsettled and self._rules.fits(calls, used[calls])
+        # A call that is not settled yet gives back tokens as a rule, but never itself.
+        may_settle = meter.unsettled and self._lease.fits(calls, used[calls])
         if asked is not None and self._ended > asked and not may_settle:
             self._refuse_exhausted(need, used)
         if asked is None or self._ended > asked:
@@ -227,13 +227,13 @@ class QuotaLeaser:
         return False
 
     def _ahead(self, name: str, used: int) -> None:
-        # Not while a round is under way: whoever comes after it sees what it brought.
-        if 2 * self._rules.left(name, used) < self._block[name] and self._begun == self._ended:
+        # Not while a round is under way: the first request after it sees what it brought.
+        if 2 * self._lease.left(name, used) < self._block[name] and self._begun == self._ended:
             self._asked.set()
 
     def _refuse_exhausted(self, need: Amounts, used: Amounts) -> None:
         for name, amount in need.items():
-            if self._rules.exhausted(name, used[name], amount):
+            if self._lease.exhausted(name, used[name], amount):
                 raise errors.QUOTA_EXHAUSTED(
                     f"{amount} more of {name} do not fit: all of the run's {self.totals[name]} "
                     f"are leased to its nodes, and node {self._node} has used what it had"

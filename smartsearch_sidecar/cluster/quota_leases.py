@@ -1,25 +1,26 @@
-"""Who may use how much of the run's quotas: blocks leased from one shared value.
+"""How much of the run's quotas each node may use: blocks leased from one shared value.
 
 Theory. A quota belongs to the run. The value of one key says what there is of each resource
 (*totals*) and what each node has taken of it (*leased*). A node takes a block by replacing the
-value by one that leases it more, on the condition that nobody has replaced it meanwhile
+value by one that leases it more, on the condition that no other node has replaced it meanwhile
 (compare-and-set). A value whose leases exceed a total cannot be built, and only built values are
-written: whatever is lost, repeated or interleaved, the nodes together never hold more than the run
-has.
+written. So the nodes together never hold more than the run has, even where updates are lost,
+repeated or interleaved.
 
 What a node may still use is its lease less what its own journal says it has used. Nothing else is
 remembered anywhere, hence:
 
-- an update whose answer was lost is settled by reading the value again: it says what we have;
+- an update whose answer was lost is settled by reading the value again, which names the lease;
 - a node that comes back goes on with its lease; one that is lost keeps it, and so it stays spent;
 - a clean close sets the lease to what was used, which gives the rest back, and only once.
 
 One danger is left: an update sent by a process that died may arrive after the node's next process
-has begun. So a node begins by writing (``enrolled``): earlier updates then name a revision that is
+has begun. So a node begins by writing (``joined``): earlier updates then name a revision that is
 gone.
 
 Resources: ``searches``, and per split ``SPLIT.scores``, ``SPLIT.helper_calls``,
-``SPLIT.output_tokens``. The value also bounds how many nodes there are: being in it is membership.
+``SPLIT.output_tokens``. The value also bounds how many nodes there are: a node has a place in
+the run by standing in it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Leases:
             raise errors.INTERNAL_ERROR("a node leases without having begun, or the reverse")
         for counts in (self.totals, *rows, self.lives):
             if any(type(count) is not int or count < 0 for count in counts.values()):
-                raise errors.INTERNAL_ERROR("a number of a lease counts nothing")
+                raise errors.INTERNAL_ERROR("a number of a lease is not a count")
         for name in self.totals:
             if self.left(name) < 0:
                 raise errors.INTERNAL_ERROR(
@@ -107,11 +108,13 @@ class Leases:
         return self.totals[name] - self.taken(name)
 
     def of(self, node: str) -> Amounts:
-        """What a node has leased so far; nothing where it is not in the run."""
+        """What a node has leased so far; zeros where it is not in the run."""
         return self.nodes.get(node, dict.fromkeys(self.totals, 0))
 
     def encode(self) -> bytes:
-        """Canonical bytes. A node is a row of numbers: it is written at every lease of any node."""
+        """Canonical bytes. Each node is a row of numbers without names, to keep the value short:
+        it is written at every lease of any node.
+        """
         names = sorted(self.totals)
         return canonical(
             {
@@ -133,7 +136,7 @@ class Leases:
             raise unreadable(_WHAT, "it has other keys")
         names, rows, lives = value["resources"], value["nodes"], value["lives"]
         if not _are_names(names) or type(rows) is not dict or type(lives) is not dict:
-            raise unreadable(_WHAT, "its resources or its nodes have no names")
+            raise unreadable(_WHAT, "its resources or its nodes are not named")
         try:
             return cls(
                 value["members"],
@@ -159,7 +162,7 @@ def _amounts(names: list[str], row: Any) -> dict[str, int]:
 # --- the three changes a node may make ------------------------------------------------------------
 
 
-def enrolled(value: Leases, node: str) -> Leases:
+def joined(value: Leases, node: str) -> Leases:
     """With ``node`` in the run, one life further: another value each time, to be written at start.
 
     Raises ``ClusterRefused`` where the run has all its nodes.
@@ -178,11 +181,11 @@ def enrolled(value: Leases, node: str) -> Leases:
 def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str, int]]:
     """Adds to a node's lease of each resource what is wanted, or what is left where that is less.
 
-    Returns the new value and what was granted of each, without zeros. Nothing granted: nothing to
-    write. Raises ``InvariantBroken`` for a node that has not enrolled.
+    Returns the new value and what was granted of each, without zeros; where that is empty, there is
+    nothing to write. Raises ``InvariantBroken`` for a node that has not joined.
     """
     if node not in value.nodes:
-        raise errors.INTERNAL_ERROR(f"node {node} wants to lease and has not enrolled")
+        raise errors.INTERNAL_ERROR(f"node {node} wants to lease and has not joined")
     granted: dict[str, int] = {}
     for name, amount in wanted.items():
         if name not in value.totals or amount < 0:
@@ -194,7 +197,7 @@ def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str,
 
 def returned(value: Leases, node: str, used: Amounts) -> Leases:
     """Gives back what a node has leased and not used. Its lease never grows: where more was used
-    than leased (a helper that overran its cap) the lease stays. For the end of a node only.
+    than leased (a helper wrote more than its cap) the lease stays. For the end of a node only.
     """
     if used.keys() != value.totals.keys():
         raise errors.INTERNAL_ERROR("what a node has used is not stated for every resource")
@@ -218,7 +221,8 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
     """How much of each resource is leased at once; every node of a run comes to the same.
 
     ``lease_block`` searches, scores or helper calls, and the most tokens so many calls may write;
-    less where an even share is not ``BLOCKS_A_NODE`` of them (of rewards: one node has them all).
+    less where a node's even share would not hold ``BLOCKS_A_NODE`` of them. Rewards are not shared
+    evenly, because one node may score all: for them the share is the whole.
     """
     found = {}
     for name, total in totals.items():
@@ -229,9 +233,10 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
 
 
 def pause(attempt: int, draw: float) -> float:
-    """Seconds before a compare-and-set is tried again that lost ``attempt`` times (from 1).
+    """Seconds before a compare-and-set that lost ``attempt`` times (from 1) is tried again.
 
-    ``draw`` is a fresh random number of 0 to 1: those who lost together must not meet again.
+    ``draw`` is a fresh random number of 0 to 1: nodes that lost to each other must not try again
+    at the same moment.
     """
     most = min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2.0 ** min(attempt, 30))
     return most * draw
@@ -240,11 +245,11 @@ def pause(attempt: int, draw: float) -> float:
 # --- one node's view ------------------------------------------------------------------------------
 
 
-class Allowance:
+class NodeLease:
     """How much this node may use, as far as it knows: what to admit, and when to ask for more.
 
-    Told of each value of the key that is read or written here. ``used`` is always what this node's
-    own fold says, for tokens with those reserved.
+    ``seen`` takes each value of the key that is read or written here. ``used`` always comes from
+    this node's own fold, for tokens with those reserved.
     """
 
     def __init__(self, node: str, block: Amounts) -> None:
@@ -256,7 +261,7 @@ class Allowance:
         self._revision = 0
 
     def seen(self, value: Leases, revision: int) -> None:
-        """A value of the key and its revision; older ones than known are of no interest."""
+        """A value of the key and its revision; one older than the last is ignored."""
         if revision < self._revision:
             return
         self._revision = revision
@@ -268,7 +273,7 @@ class Allowance:
         return self._leased[name]
 
     def left(self, name: str, used: int) -> int:
-        """What it may still use; below zero where a helper overran its cap."""
+        """What it may still use; below zero where a helper wrote more tokens than its cap."""
         return self._leased[name] - used
 
     def fits(self, name: str, used: int, needed: int = 1) -> bool:
@@ -276,17 +281,17 @@ class Allowance:
         return self.left(name, used) >= needed
 
     def exhausted(self, name: str, used: int, needed: int = 1) -> bool:
-        """Whether not even all that the run has left would do: refuse, do not wait.
+        """Whether all that the run has left would not be enough either: refuse, do not wait.
 
-        Only as new as the last value seen: ask for a lease before believing it.
+        Only as new as the last value seen: ask for a lease before acting on it.
         """
         return self.left(name, used) + self._run_left[name] < needed
 
     def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
         """What to lease now; empty for nothing.
 
-        ``needed`` is what somebody waits for. Beyond that, a resource in use here is leased ahead
-        once less than half a block is left; one that nobody asked of here is left to the others.
+        ``needed`` is what requests wait for. Beyond that, a resource in use here is leased ahead
+        once less than half a block is left; one that is not used here is left to the others.
         """
         needed = needed or {}
         found: dict[str, int] = {}

@@ -1,8 +1,11 @@
-"""The gate: a checkpoint is accepted only while the run is healthy, and its receipt says of what.
+"""The gate: a checkpoint is accepted only while the run is healthy, with a receipt of its history.
 
 A receipt names the claim, the sequence number and the sum of its own record, so ``ledger verify
 --receipt`` can prove later which history the checkpoint was trained on. A refusal is recorded; it
 does not close the latch, because work in flight is no failure.
+
+Apart from the one route that calls it (``web/internal.py``), because what a checkpoint needs is a
+rule of the run, not of HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from smartsearch_sidecar.gate.cluster import ClusterRun
 
 RECEIPT_FORMAT = 1
-SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: this is for stragglers
+SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight; the last may still end
 STEP_MAX = 2**53
 PATH_CHARACTERS_MAX = 4096
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -62,33 +65,36 @@ async def take_checkpoint(
     settle_seconds: float = SETTLE_SECONDS,
     cluster_run: ClusterRun | None = None,
 ) -> tuple[bool, dict[str, Any]]:
-    """Settles, checks, records and syncs. Returns whether it was accepted, and the answer's body:
-    the receipt, or the refusal with the run's state and first cause. With a ``cluster_run``
-    every node is asked, and the receipt names each one's journal.
+    """Settles, checks, records and syncs.
 
-    Raises ``LedgerFailed`` where neither can be recorded.
+    With a ``cluster_run`` every node is asked, and the receipt names each one's journal.
+
+    Returns whether it was accepted, and the answer's body: the receipt, or the refusal with the
+    run's state and first cause. Raises ``LedgerFailed`` where neither can be recorded.
     """
     state = service.state
     about: dict[str, Any] = {}
     nodes: dict[str, Any] = {}
     if cluster_run is None:
-        word = await check(service, settle_seconds)
+        status = await check(service, settle_seconds)
     else:
-        word, about["cluster"], nodes["nodes"] = await cluster_run.verdict(service, settle_seconds)
+        status, about["cluster"], nodes["nodes"] = await cluster_run.verdict(
+            service, settle_seconds
+        )
     data: dict[str, Any] = {
         "step": wanted.step,
         "path": wanted.path,
         "manifest_sha256": wanted.manifest_sha256,
     }
-    if word != "healthy":
-        # Nothing can be awaited between the check and the record: what was checked is recorded.
-        refusal = {**data, "state": word}
+    # No await between the check and the record: what was checked is what is recorded.
+    if status != "healthy":
+        refusal = {**data, "state": status}
         number = state.checkpoints_refused + 1
         await service.recorder.record(Kind.CHECKPOINT_REFUSED, number, refusal)
         return False, {
             "accepted": False,
             "step": wanted.step,
-            "state": word,
+            "state": status,
             **counts(service),
             **about,
         }

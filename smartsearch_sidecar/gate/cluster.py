@@ -1,7 +1,7 @@
-"""A run of many nodes, as the parts of one of them use it.
+"""A run of many nodes, as the parts of one of its nodes use it.
 
-``cluster/`` has the rules and speaks to the other nodes; here it meets this node's service,
-scoring, ledger and provenance. Loaded only where ``[cluster]`` is set.
+``cluster/`` has the rules and exchanges values with the other nodes; here it meets this node's
+service, scoring, ledger and provenance. Imported only where ``[cluster]`` is set.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Final
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.joining import identities
-from smartsearch_sidecar.cluster.live_poll import Gate, Rows
-from smartsearch_sidecar.cluster.local_run import Connect, LocalRun
-from smartsearch_sidecar.cluster.membership import Verdict
+from smartsearch_sidecar.cluster.bus import Connect
+from smartsearch_sidecar.cluster.join import identities
+from smartsearch_sidecar.cluster.live_poll import LivePoll, Rows
+from smartsearch_sidecar.cluster.local_run import LocalRun
+from smartsearch_sidecar.cluster.membership import RunVerdict
 from smartsearch_sidecar.cluster.node import Node
 from smartsearch_sidecar.cluster.quota_leaser import totals_of
 from smartsearch_sidecar.config import Config
@@ -34,19 +35,19 @@ REMEMBERED_AT_ONCE: Final = 1024  # digests read from an old journal between two
 
 
 class ClusterRun:
-    """This node among the run's; the ``Allowance`` of its service and scoring."""
+    """This node's part in the run; the ``Allowance`` of its service and scoring."""
 
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
         self.node = node
-        self._gate = Gate(node)
+        self._poll = LivePoll(node)
         self._answers: AnswerDigests | None = None
         self._fresh = False
-        self.room_to_search = node.leasing.room_to_search
-        self.room_to_score = node.leasing.room_to_score
-        self.room_to_call = node.leasing.room_to_call
-        self.woken = node.leasing.woken
-        self.answers_known = self._gate.answers_known
+        self.room_to_search = node.leaser.room_to_search
+        self.room_to_score = node.leaser.room_to_score
+        self.room_to_call = node.leaser.room_to_call
+        self.woken = node.leaser.woken
+        self.answers_known = self._poll.answers_known
 
     # --- before the run is claimed ----------------------------------------------------------------
 
@@ -86,8 +87,10 @@ class ClusterRun:
         return cls(config, node)
 
     async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
-        """Learns what rollouts were told on any node; ``own`` are the results in this node's
-        journal (blocking to read), of which the others may lack the last.
+        """Reads the digests of what all nodes answered into ``answers``.
+
+        ``own`` are the results in this node's journal (blocking to read). Those that the stream
+        lacks, because this node died before it published them, are published now, each once.
         """
         self._answers = answers
         try:
@@ -110,7 +113,7 @@ class ClusterRun:
         Raises ``ClusterRefused``, with nothing of the run written.
         """
         self._fresh = fresh
-        totals = self.node.leasing.totals
+        totals = self.node.leaser.totals
         ours = identities(self._config, _shared(facts), versions(), totals)
         try:
             await self.node.join(ours, orjson.loads(claim)["run_id"], claim_digest(claim))
@@ -122,13 +125,16 @@ class ClusterRun:
     # --- while it is served -----------------------------------------------------------------------
 
     async def begin(self, service: Service) -> None:
-        """Speaks and hears from now on. Returns once a latch closed elsewhere is closed here."""
+        """Publishes this node's state and follows the others' from now on.
+
+        Returns once a latch that was closed on another node before is closed here too.
+        """
         recorder, writer = service.recorder, service.writer
 
         def close(cause: str, detail: str) -> None:
             recorder.close_latch(cause, detail=detail)
 
-        own = LocalRun(
+        local = LocalRun(
             state=service.state,
             busy=lambda: pending(service),
             journal=lambda: (writer.seq, writer.head),
@@ -137,54 +143,55 @@ class ClusterRun:
             latched=recorder.latched,
             latch_durable=recorder.latch_durable,
         )
-        await self.node.begin(own, self._gate.answer)
+        await self.node.begin(local, self._poll.answer)
 
     @property
-    def told(self) -> Callable[[str], None] | None:
-        """What hears each result before it is handed over; ``None`` where nobody judges blocks."""
+    def on_answer(self) -> Callable[[str], None] | None:
+        """Takes each result before it is handed over; ``None`` where no reward checks blocks."""
         answers, stream = self._answers, self.node.answers
         if answers is None or stream is None:
             return None
 
-        def told(text: str) -> None:
+        def on_answer(text: str) -> None:
             digest = block_digest(block_of(text))
             known = len(answers)
             answers.add_digest(digest)
-            if len(answers) > known:  # otherwise the stream has it, or this node is about to add it
+            # A digest that was known is in the stream, or in this node's backlog for it.
+            if len(answers) > known:
                 stream.add(digest)
 
-        return told
+        return on_answer
 
     async def health(self, service: Service, settle_seconds: float) -> dict[str, Any]:
         """The body of ``/health``: the run's state, this node's counts, a row for every node."""
-        word, cluster, _ = await self.verdict(service, settle_seconds)
-        return {"state": word, **counts(service), "cluster": cluster}
+        state, cluster, _ = await self.verdict(service, settle_seconds)
+        return {"state": state, **counts(service), "cluster": cluster}
 
     def status(self, service: Service) -> dict[str, Any]:
-        """The body of ``/status``: the same by what was heard last, asking nobody."""
-        verdict, rows = self._gate.present()
+        """The body of ``/status``: the same by the states received so far, without asking."""
+        verdict, rows = self._poll.present()
         report = status_report(service)
-        word = "failed" if service.state.closed else verdict.state.value
-        return {**report, "state": word, "cluster": self._view(verdict, rows)}
+        state = "failed" if service.state.closed else verdict.status.value
+        return {**report, "state": state, "cluster": self._view(verdict, rows)}
 
     def used(self) -> dict[str, int]:
-        """What all nodes have used of each resource, as far as it was heard."""
-        return _used(self._gate.present()[1])
+        """What all nodes have used of each resource, by the states received so far."""
+        return _used(self._poll.present()[1])
 
     async def verdict(
         self, service: Service, settle_seconds: float
     ) -> tuple[str, dict[str, Any], dict[str, Any]]:
         """The run's state, asked of every node; a row for each; and what a receipt names of each.
 
-        Where it is healthy it is so in the step in which this returns.
+        A run that is returned as healthy is so in the very step of the loop in which this returns.
         """
-        verdict, rows = await self._gate.verdict(settle_seconds)
+        verdict, rows = await self._poll.verdict(settle_seconds)
         if service.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
                 await service.recorder.latch_durable()
-            word = "failed"
+            state = "failed"
         else:
-            word = verdict.state.value
+            state = verdict.status.value
         heads: dict[str, Any] = {
             name: {
                 "claim_sha256": self.node.claims.get(name),
@@ -194,23 +201,23 @@ class ClusterRun:
             for name, row in rows.items()
             if row.state is not None
         }
-        if word == "healthy" and any(head["claim_sha256"] is None for head in heads.values()):
-            word = "pending"  # its claim is still on its way here: a receipt could not name it
-        return word, self._view(verdict, rows), heads
+        if state == "healthy" and any(head["claim_sha256"] is None for head in heads.values()):
+            state = "pending"  # a claim is still on its way here: a receipt could not name it
+        return state, self._view(verdict, rows), heads
 
-    def _view(self, verdict: Verdict, rows: Rows) -> dict[str, Any]:
+    def _view(self, verdict: RunVerdict, rows: Rows) -> dict[str, Any]:
         nodes: dict[str, dict[str, Any]] = {}
         for name, row in rows.items():
             state = row.state
             nodes[name] = {
-                "hearing": row.hearing.value,
+                "hearing": row.liveness.value,
                 "silent_seconds": round(row.silent_seconds, 3),
                 "claim_sha256": self.node.claims.get(name),
             }
             if state is None:
                 continue
             nodes[name] |= {
-                "state": "ended" if state.ended else state.word.value,
+                "state": "ended" if state.ended else state.status.value,
                 "cause": state.cause,
                 "restarts": state.restarts,
                 "seq": state.seq,
@@ -221,7 +228,7 @@ class ClusterRun:
             "node": self.node.name,
             "expected": self._config.run.nodes,
             "connected": self.node.bus.connected,
-            "state": verdict.state.value,
+            "state": verdict.status.value,
             "reason": None if verdict.reason is None else verdict.reason.value,
             "detail": verdict.detail,
             "counts": _used(rows),
@@ -231,15 +238,15 @@ class ClusterRun:
     # --- at its end -------------------------------------------------------------------------------
 
     def ending(self) -> None:
-        """Before the last record: what is heard from now on is for the next start."""
+        """Before the last record: what other nodes publish from now on is for the next start."""
         self.node.ending()
 
     async def leave(self) -> None:
-        """After the last record: gives back what was leased, and says that this node has ended."""
+        """After the last record: gives back what was leased, and publishes that it has ended."""
         await self.node.leave()
 
     async def withdraw(self) -> None:
-        """The run was not begun after all."""
+        """Gives this node's place back: the run was not begun after all."""
         if self._fresh:
             await self.node.withdraw()
         else:
@@ -258,7 +265,7 @@ def _some(texts: Iterator[str]) -> list[str]:
 
 
 def _shared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Identities without the places where this node has what they name."""
+    """Identities without the paths at which this node has what they name."""
     found = dict(facts)
     if "reward" in found:
         source = dict(found["reward"]["source"])

@@ -1,7 +1,7 @@
-"""What ``/health`` and ``/status`` say: a report of the run, read off the state.
+"""What ``/health`` and ``/status`` say: a report of the run, read from its state.
 
-Three states: ``healthy`` (latch open, everything settled, ledger writable, identities hold),
-``pending`` (the same, but work in flight) and ``failed``.
+Three states: ``healthy`` (the latch is open, everything is settled, the ledger can be written, the
+identities hold), ``pending`` (the same, but with work in flight) and ``failed``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.search.service import Service
 
 _POLL_SECONDS = 0.005
-IDENTITY_SECONDS = 5.0  # for a provider that is asked nothing else; under every client's patience
+IDENTITY_SECONDS = 5.0  # for a provider without other requests; shorter than any client waits
 
 
 def pending(service: Service) -> bool:
@@ -30,14 +30,15 @@ async def settle(service: Service, seconds: float) -> None:
         left = deadline - loop.time()
         if left <= 0:
             return
-        # Polled: three parties (slots, searches, writer) have to be quiet at the same moment.
+        # Polled: slots, searches and writer have to be idle at the same moment.
         await asyncio.sleep(min(_POLL_SECONDS, left))
 
 
 async def check(service: Service, seconds: float) -> str:
-    """The state's name, after settling and asking the provider who it is.
+    """The state's name, after settling and checking the provider's identity.
 
-    While work is in flight it is not asked: each search asks it, and may hold up the answer.
+    While work is in flight the identity is not asked for: each search checks it too, and the
+    provider may answer slowly behind them.
     """
     await settle(service, seconds)
     if not service.state.closed and not pending(service):
@@ -49,7 +50,7 @@ async def check(service: Service, seconds: float) -> str:
         except TimeoutError:
             service.recorder.close_latch(
                 errors.PROVIDER_FAULT.closes_as or errors.PROVIDER_FAULT.answer.code,
-                detail=f"the provider did not say within {IDENTITY_SECONDS:g} s what it serves",
+                detail=f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s",
             )
     if service.state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
@@ -65,7 +66,7 @@ async def health_report(service: Service, *, settle_seconds: float) -> dict[str,
 
 
 def _rewards(service: Service) -> dict[str, Any]:
-    """What is countable about rewards besides the usage; nothing where they are off."""
+    """The counts of rewards besides their usage; empty where rewards are off."""
     scores = service.state.scores
     if not scores.splits:
         return {}
@@ -79,7 +80,7 @@ def _rewards(service: Service) -> dict[str, Any]:
 
 
 def counts(service: Service) -> dict[str, Any]:
-    """Everything countable about the run, as JSON values."""
+    """Every count of the run, as JSON values."""
     state = service.state
     return {
         **state.usage(),
@@ -103,9 +104,9 @@ def counts(service: Service) -> dict[str, Any]:
 def status_report(service: Service) -> dict[str, Any]:
     """The body of ``/status``: the counts, and what is under way right now."""
     state = service.state
-    word = "failed" if state.closed else "pending" if pending(service) else "healthy"
+    status = "failed" if state.closed else "pending" if pending(service) else "healthy"
     return {
-        "state": word,
+        "state": status,
         **counts(service),
         "slots": {
             "total": service.slots.slots,

@@ -27,7 +27,7 @@ from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.service import Service, ServicePolicy
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.cluster.local_run import Connect
+    from smartsearch_sidecar.cluster.bus import Connect
     from smartsearch_sidecar.gate.cluster import ClusterRun
     from smartsearch_sidecar.scoring.build import Rewards
 
@@ -150,7 +150,7 @@ def _service(
             decline=execute.on_invalid_query == "decline",
             latch_undelivered=execute.on_undelivered == "latch",
         ),
-        told=told if cluster_run is None else cluster_run.told,
+        told=told if cluster_run is None else cluster_run.on_answer,
         allowance=cluster_run,
     )
 

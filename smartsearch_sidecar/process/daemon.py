@@ -43,7 +43,7 @@ CONNECTIONS_CLOSE_SECONDS = 1.0
 
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.cluster.local_run import Connect
+    from smartsearch_sidecar.cluster.bus import Connect
 
 OnReady = Callable[[Endpoints, Service], None]
 

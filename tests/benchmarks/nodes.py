@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from smartsearch_sidecar.cluster.answer_digests import Backlog, decode_batch
 from smartsearch_sidecar.cluster.canonical import VALUE_BYTES_MAX
-from smartsearch_sidecar.cluster.digests import Backlog, decode_batch
 from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership
-from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
+from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
-    Allowance,
     Leases,
+    NodeLease,
     blocks,
-    enrolled,
+    joined,
     leased,
     pause,
 )
@@ -94,7 +94,7 @@ class Key:
     revision: int = 1
     tried: int = 0
     won: int = 0
-    enrolled_at: float = 0.0
+    joined_at: float = 0.0
     waits: list[float] = field(default_factory=list)
 
 
@@ -108,12 +108,12 @@ class Searcher:
         self._rate = setting.rate * self._random.uniform(0.8, 1.2)
         block = blocks({SEARCHES: TOTAL}, setting.lease_block, setting.nodes)
         self._block = block[SEARCHES]
-        self._allowance = Allowance(name, block)
+        self._lease = NodeLease(name, block)
         self.used = 0.0
         self.starved = 0.0
         self._since = 0.0
         self._began = 0.0
-        clock.after(0.0, lambda: self._try(enrolled, self._enrolled))
+        clock.after(0.0, lambda: self._try(joined, self._joined))
 
     def _try(
         self,
@@ -121,7 +121,7 @@ class Searcher:
         done: Callable[[], None],
         attempt: int = 1,
     ) -> None:
-        """Read, change, compare-and-set, and again after a pause where somebody was faster."""
+        """Read, change, compare-and-set, and again after a pause where another node was faster."""
         half, key = self._setting.round_trip / 2, self._key
 
         def read() -> None:
@@ -129,7 +129,7 @@ class Searcher:
             self._clock.after(half, lambda: decide(value, revision))
 
         def decide(value: Leases, revision: int) -> None:
-            self._allowance.seen(value, revision)
+            self._lease.seen(value, revision)
             new = change(value, self.name)
             self._clock.after(half, lambda: arrive(new, revision))
 
@@ -138,11 +138,11 @@ class Searcher:
             won = revision == key.revision
             if won:
                 key.value, key.revision, key.won = new, revision + 1, key.won + 1
-            self._clock.after(half, lambda: told(won, new, revision))
+            self._clock.after(half, lambda: learn(won, new, revision))
 
-        def told(won: bool, new: Leases, revision: int) -> None:
+        def learn(won: bool, new: Leases, revision: int) -> None:
             if won:
-                self._allowance.seen(new, revision + 1)
+                self._lease.seen(new, revision + 1)
                 done()
             else:
                 seconds = pause(attempt, self._random.random())
@@ -150,8 +150,8 @@ class Searcher:
 
         self._clock.after(half, read)
 
-    def _enrolled(self) -> None:
-        self._key.enrolled_at = self._clock.now
+    def _joined(self) -> None:
+        self._key.joined_at = self._clock.now
         self._since = self._clock.now
         self._ask()
 
@@ -162,12 +162,12 @@ class Searcher:
     def _more(self, value: Leases, name: str) -> Leases:
         self.account()
         used = {SEARCHES: int(self.used)}
-        return leased(value, name, self._allowance.wanted(used, {SEARCHES: self._block // 2}))[0]
+        return leased(value, name, self._lease.wanted(used, {SEARCHES: self._block // 2}))[0]
 
     def _leased(self) -> None:
         self._key.waits.append(self._clock.now - self._began)
         # What was used until now came out of the lease as it was.
-        left = self._allowance.leased(SEARCHES) - self.used
+        left = self._lease.leased(SEARCHES) - self.used
         seconds = max(0.0, left - self._block / 2 + 1) / self._rate
         self._clock.after(seconds, self._ask_ahead)
 
@@ -178,7 +178,7 @@ class Searcher:
     def account(self) -> None:
         """Uses what the time since the last account allows, and notes what the lease did not."""
         wanted = (self._clock.now - self._since) * self._rate
-        used = min(wanted, self._allowance.leased(SEARCHES) - self.used)
+        used = min(wanted, self._lease.leased(SEARCHES) - self.used)
         self.used += used
         self.starved += (wanted - used) / self._rate
         self._since = self._clock.now
@@ -188,7 +188,7 @@ class Searcher:
 class LeaseTraffic:
     """What leasing came to, the start apart: counts and bytes a second, seconds, share of time."""
 
-    enrol_seconds: float
+    join_seconds: float
     leases: float
     attempts_per_lease: float
     wait_p99: float
@@ -213,7 +213,7 @@ def lease_traffic(setting: Setting) -> LeaseTraffic:
     # A value is read and written in each attempt, as long as a run with rewards makes it.
     size = 2 * len(full_value(setting.nodes).encode())
     return LeaseTraffic(
-        enrol_seconds=key.enrolled_at,
+        join_seconds=key.joined_at,
         leases=key.won / setting.seconds,
         attempts_per_lease=key.tried / max(1, key.won),
         wait_p99=waits[int(len(waits) * 0.99)],
@@ -279,7 +279,7 @@ class Digests:
 
 
 def digests(setting: Setting) -> Digests:
-    """One node's backlog in events, and what it costs a node to read everybody's."""
+    """One node's backlog in events, and what it costs a node to read those of all."""
     backlog, clock = Backlog(), Clock()
     sent: list[bytes] = []
     waited: list[float] = []
@@ -334,18 +334,18 @@ def reading_seconds(messages: Sequence[bytes]) -> float:
     return seconds_of(read, 3) / count
 
 
-# --- presence -------------------------------------------------------------------------------------
+# --- membership -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Presence:
-    """States told a second, seconds of one core a second to hear them and to judge, bytes a node
-    holds of the others, seconds from a node's death to the verdict.
+class MembershipLoad:
+    """States published and received a second, seconds of one core a second to receive them and to
+    judge, bytes a node holds of the others, seconds from a node's death to the verdict.
     """
 
-    told: float
-    heard: float
-    hearing: float
+    published: float
+    received: float
+    receiving: float
     memory: int
     state_bytes: int
     verdict_median: float
@@ -362,15 +362,15 @@ def said(at: int, beat: int) -> NodeState:
     )
 
 
-def presence(setting: Setting) -> Presence:
-    """One node among all, hearing each at its own moment."""
-    each, memory = hearing_seconds(setting)
+def membership_load(setting: Setting) -> MembershipLoad:
+    """One node among all, to which each state comes at its own moment."""
+    each, memory = receiving_seconds(setting)
     times = [time_to_verdict(setting, seed) for seed in range(9)]
     every = setting.nodes * HEARTBEATS / setting.lost_seconds
-    return Presence(
-        told=every,
-        heard=every * setting.nodes,
-        hearing=every * each,
+    return MembershipLoad(
+        published=every,
+        received=every * setting.nodes,
+        receiving=every * each,
         memory=memory,
         state_bytes=len(said(1, 1).encode()),
         verdict_median=statistics.median(times),
@@ -378,11 +378,11 @@ def presence(setting: Setting) -> Presence:
     )
 
 
-def hearing_seconds(setting: Setting) -> tuple[float, int]:
-    """Seconds of one core to hear one state (a verdict after each beat included), and the bytes."""
+def receiving_seconds(setting: Setting) -> tuple[float, int]:
+    """Seconds of one core to receive one state (with a verdict after each beat), and the bytes."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    company = Membership("node-0000", setting.nodes, setting.lost_seconds, 0.0)
+    membership = Membership("node-0000", setting.nodes, setting.lost_seconds, 0.0)
     beat = itertools.count(1)
 
     def round_of_words() -> None:
@@ -390,8 +390,8 @@ def hearing_seconds(setting: Setting) -> tuple[float, int]:
         now = number * setting.lost_seconds / HEARTBEATS
         for at in range(setting.nodes):
             data = said(at, number).encode()
-            company.heard(f"node-{at:04}", NodeState.decode(data), now)
-        company.ticked(now)
+            membership.on_state(f"node-{at:04}", NodeState.decode(data), now)
+        membership.on_tick(now)
 
     round_of_words()
     memory = tracemalloc.get_traced_memory()[0] - before
@@ -406,7 +406,7 @@ def time_to_verdict(setting: Setting, seed: int) -> float:
     """
     chance, clock = random.Random(seed), Clock()
     every = setting.lost_seconds / HEARTBEATS
-    company = Membership("node-0000", setting.nodes, setting.lost_seconds, 0.0)
+    membership = Membership("node-0000", setting.nodes, setting.lost_seconds, 0.0)
     dies_at = chance.uniform(2 * every, 3 * every)
     found: list[float] = []
 
@@ -415,11 +415,11 @@ def time_to_verdict(setting: Setting, seed: int) -> float:
             return
         state = said(at, beat)
         travel = setting.round_trip / 2
-        clock.after(travel, lambda: company.heard(f"node-{at:04}", state, clock.now))
+        clock.after(travel, lambda: membership.on_state(f"node-{at:04}", state, clock.now))
         clock.after(every, lambda: speak(at, beat + 1))
 
     def tick() -> None:
-        verdict = company.ticked(clock.now)
+        verdict = membership.on_tick(clock.now)
         if verdict.cause is not None and not found:
             found.append(clock.now)
         clock.after(every, tick)
@@ -436,14 +436,14 @@ def time_to_verdict(setting: Setting, seed: int) -> float:
 
 def rows(setting: Setting) -> list[tuple[str, str]]:
     """Every figure of one size of run, named and with its unit."""
-    traffic, stream, there = lease_traffic(setting), digests(setting), presence(setting)
+    traffic, stream, there = lease_traffic(setting), digests(setting), membership_load(setting)
     cpu = lease_cpu(setting.nodes)
     starves = rate_that_starves(setting)
     value = len(full_value(setting.nodes).encode())
     read_max = setting.rate / max(stream.reading, 1e-9)
     return [
         ("LEASES", ""),
-        ("all are in the run, begun at once, after", f"{traffic.enrol_seconds:.2f} s"),
+        ("all are in the run, begun at once, after", f"{traffic.join_seconds:.2f} s"),
         ("leases of the run", f"{traffic.leases:,.0f} /s"),
         ("compare-and-sets a lease", f"{traffic.attempts_per_lease:.2f}"),
         ("a lease is there after (p99)", f"{traffic.wait_p99 * 1000:,.0f} ms"),
@@ -458,11 +458,11 @@ def rows(setting: Setting) -> list[tuple[str, str]]:
         ("one core of each node, to read them", f"{stream.reading:.1%}"),
         ("answer to stream, at most", f"{stream.wait_max * 1000:.0f} ms"),
         (f"held for {setting.answers:,} answers", f"{stream.held / 2**20:,.1f} MiB"),
-        ("PRESENCE", ""),
-        ("states told", f"{there.told:,.0f} /s"),
-        ("states heard by all", f"{there.heard:,.0f} /s"),
+        ("MEMBERSHIP", ""),
+        ("states published", f"{there.published:,.0f} /s"),
+        ("states received by all", f"{there.received:,.0f} /s"),
         ("a state", f"{there.state_bytes} bytes"),
-        ("one core of each node, to hear them", f"{there.hearing:.2%}"),
+        ("one core of each node, to receive them", f"{there.receiving:.2%}"),
         ("held of the others", f"{there.memory / 1024:,.0f} KiB"),
         ("death to verdict (median)", f"{there.verdict_median:.1f} s"),
         ("death to verdict (longest)", f"{there.verdict_max:.1f} s"),

@@ -85,7 +85,7 @@ def test_a_run_of_one_node_loads_none_of_it() -> None:
     """Without [cluster] nothing that knows other nodes is ever imported."""
     script = (
         "import sys, smartsearch_sidecar.process.daemon, smartsearch_sidecar.scoring.build;"
-        "print([m for m in sys.modules if m.startswith('nats') or m.endswith('.fleet')"
+        "print([m for m in sys.modules if m.startswith('nats') or m.endswith('.cluster')"
         " or '.cluster.' in m])"
     )
     told = subprocess.run(

@@ -1,7 +1,7 @@
 """Sidecars in processes of their own over real NATS servers: traffic, and what may break.
 
 Times are scaled: ``lost_seconds`` is a few seconds. Each fault is followed to its verdict, its
-cause and the sum of the quotas, and to nobody being healthy who should not be.
+cause and the sum of the quotas, and to no node being healthy that should not be.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ WAIT_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
-    """Three servers for all tests; whoever kills one starts it again."""
+    """Three servers for all tests; a test that kills one starts it again."""
     with nats_cluster(tmp_path_factory.mktemp("nats"), 3) as cluster:
         yield cluster
 
 
 @pytest.fixture(autouse=True)
 def all_run(servers: NatsCluster) -> Iterator[None]:
-    """Whatever a test did to the servers, and however it ended, the next one finds them all."""
+    """Each test finds all servers, after any other test and any end of it."""
     yield
     servers.start()
 
@@ -104,7 +104,7 @@ class Nodes:
         cluster = Cluster.model_validate(
             {"nats_url": url or self.url, "run_id": self.run_id, "node": "looker-on"}
         )
-        bus: Bus = await connect(cluster, self.run_id, linked=lambda _: None)
+        bus: Bus = await connect(cluster, self.run_id, on_link=lambda _: None)
         try:
             entry = await bus.get("quota")
         finally:
@@ -277,7 +277,7 @@ async def test_one_run_from_first_node_to_receipt(tmp_path: Path, servers: NatsC
 
 
 async def test_a_sidecar_killed(tmp_path: Path, servers: NatsCluster) -> None:
-    """A node that dies takes the run with it, by name; its lease stays spent, nobody is healthy."""
+    """A node that dies takes the run with it, by name; its lease stays spent, none is healthy."""
     with run_of(tmp_path, servers.url, count=3) as nodes:
         daemons = await asyncio.to_thread(nodes.start_all, "a", "b", "c")
         await until(daemons[0], lambda report: report["state"] == "healthy")
@@ -308,8 +308,8 @@ async def test_a_sidecar_killed(tmp_path: Path, servers: NatsCluster) -> None:
 
 
 async def test_servers_gone_and_one_node_parted(tmp_path: Path) -> None:
-    """The only server gone and back in time leaves nothing behind. A node that hears nobody, and is
-    heard by nobody, fails; so do the others, by its name.
+    """The only server gone and back in time leaves nothing behind. A node that
+    neither receives nor reaches the others fails; so do the others, by its name.
     """
     with (
         nats_cluster(tmp_path / "nats") as alone,

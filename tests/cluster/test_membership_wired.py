@@ -61,7 +61,7 @@ async def test_servers_back_in_time(tmp_path: Path) -> None:
 
 
 async def test_servers_gone_for_good(tmp_path: Path) -> None:
-    """Servers gone for longer close the latch of each node, and whoever comes back stays failed."""
+    """Servers gone for longer close the latch of each node; back again, they open none."""
     ground = Ground()
     async with cluster(tmp_path, 2, ground=ground, cluster__lost_seconds=LOST) as runs:
         ground.stop()
@@ -72,7 +72,7 @@ async def test_servers_gone_for_good(tmp_path: Path) -> None:
             assert (await run.health())[0] == 503
 
 
-async def test_who_never_joins_ends_the_run(tmp_path: Path) -> None:
+async def test_a_node_that_never_joins_ends_the_run(tmp_path: Path) -> None:
     """A node that never joins leaves the run pending until it has answered, and then fails it."""
     ground = Ground()
     async with joined(tmp_path, ground, "a", 2, cluster__lost_seconds=LOST) as run:
@@ -85,7 +85,7 @@ async def test_who_never_joins_ends_the_run(tmp_path: Path) -> None:
         assert "never joined" in detail
 
 
-async def test_who_ended_in_order_is_not_lost(tmp_path: Path) -> None:
+async def test_a_node_that_ended_in_order_is_not_lost(tmp_path: Path) -> None:
     """A node that ended cleanly may be silent for ever."""
     ground = Ground()
     async with cluster(tmp_path, 2, ground=ground, cluster__lost_seconds=LOST) as (first, second):
@@ -95,7 +95,7 @@ async def test_who_ended_in_order_is_not_lost(tmp_path: Path) -> None:
         assert (await first.health(5))[0] == 200
 
 
-async def test_who_does_not_answer_is_not_healthy(tmp_path: Path) -> None:
+async def test_a_node_that_does_not_answer_is_not_healthy(tmp_path: Path) -> None:
     """A node heard of a moment ago that does not answer when asked leaves the run pending."""
     ground = Ground()
     async with cluster(tmp_path, 2, ground=ground) as (first, _):

@@ -1,4 +1,4 @@
-"""The nodes' common ground, over real NATS servers and, by the same tests, in memory."""
+"""The ``Bus`` over real NATS servers and, by the same tests, in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.bus import Bus, Entry, Linked
+from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink
 from smartsearch_sidecar.cluster.nats.bus import NatsBus, connect
 from smartsearch_sidecar.cluster.nats.connection import TASKS, TRANSPORT, WRITER
 from smartsearch_sidecar.cluster.nats.streams import api
@@ -36,8 +36,8 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def nobody(connected: bool) -> None:
-    """Who does not care whether it is linked."""
+def ignored(connected: bool) -> None:
+    """Takes changes of the connection in tests that do not look at them."""
 
 
 def settings(url: str, *, lost_seconds: float = 15) -> Cluster:
@@ -50,7 +50,7 @@ def settings(url: str, *, lost_seconds: float = 15) -> Cluster:
 class Place(Protocol):
     """Where the nodes of one run meet; what the tests of both kinds need of it."""
 
-    async def bus(self, linked: Linked = nobody) -> Bus: ...
+    async def bus(self, on_link: OnLink = ignored) -> Bus: ...
 
     def stop(self) -> None: ...
 
@@ -63,8 +63,8 @@ class InMemory:
 
     ground: Ground = field(default_factory=Ground)
 
-    async def bus(self, linked: Linked = nobody) -> Bus:
-        return await self.ground.connect(settings("nats://x"), "r", linked=linked)
+    async def bus(self, on_link: OnLink = ignored) -> Bus:
+        return await self.ground.connect(settings("nats://x"), "r", on_link=on_link)
 
     def stop(self) -> None:
         self.ground.stop()
@@ -82,9 +82,9 @@ class OnNats:
     lost_seconds: float = 15
     run_id: str = field(default_factory=lambda: f"run-{next(RUNS)}")
 
-    async def bus(self, linked: Linked = nobody, *, url: str = "") -> NatsBus:
+    async def bus(self, on_link: OnLink = ignored, *, url: str = "") -> NatsBus:
         cluster = settings(url or self.servers.url, lost_seconds=self.lost_seconds)
-        bus = await connect(cluster, self.run_id, linked=linked)
+        bus = await connect(cluster, self.run_id, on_link=on_link)
         assert isinstance(bus, NatsBus)
         self.stack.push_async_callback(bus.close)
         return bus
@@ -112,7 +112,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsCluster]:
 
 @asynccontextmanager
 async def on_nats(servers: NatsCluster, *, lost_seconds: float = 15) -> AsyncIterator[OnNats]:
-    """A run on servers that are all up at its start, whatever a test before has done to them."""
+    """A run on servers that are all up at its start, after any other test."""
     servers.start()
     async with AsyncExitStack() as stack:
         yield OnNats(servers, stack, lost_seconds)
@@ -166,7 +166,7 @@ async def test_one_of_many_changes_wins(place: Place) -> None:
         assert after == Entry(b"%d" % (won.index(True) % 8), after.revision if after else 0)
 
 
-async def test_put_sets_whatever_was(place: Place) -> None:
+async def test_put_sets_any_key(place: Place) -> None:
     """A value is put over another, and a change from the revision before it fails."""
     bus = await place.bus()
     await bus.put("state.a", b"1")
@@ -206,7 +206,7 @@ async def test_a_watch_tells_what_is_and_what_comes(place: Place) -> None:
 
 
 async def test_a_stream_is_read_from_its_first_message(place: Place) -> None:
-    """Early and late, a reader is told of every message once, by the numbers publishing gave."""
+    """Early and late, a reader gets every message once, by the numbers publishing gave."""
     a, b = await place.bus(), await place.bus()
     assert await b.last() == 0
     early: list[tuple[int, bytes]] = []
@@ -265,8 +265,8 @@ async def test_who_answers_late_is_not_waited_for(place: Place) -> None:
     assert asked_of_b[:2] == [b"1", b"2"]
 
 
-async def test_nobody_answers(place: Place) -> None:
-    """A question to nobody is answered by nobody, in time."""
+async def test_no_node_answers(place: Place) -> None:
+    """A question that reaches no node ends in time, without answers."""
     bus = await place.bus()
     assert await bus.ask(b"?", answers=1, seconds=0.1) == []
 
@@ -349,8 +349,8 @@ async def test_nodes_make_it_together(run: OnNats) -> None:
     """Nodes that start at once make one bucket and one stream, on disk, one value a key."""
     buses = await asyncio.gather(*(run.bus() for _ in range(6)))
     assert sorted([await bus.create("agreement", b"") for bus in buses]) == [False] * 5 + [True]
-    session = await buses[0]._link.reach()
-    info = await api(session, f"$JS.API.STREAM.INFO.KV_smartsearch-{run.run_id}", b"")
+    connection = await buses[0]._dialer.reach()
+    info = await api(connection, f"$JS.API.STREAM.INFO.KV_smartsearch-{run.run_id}", b"")
     assert info["config"]["storage"] == "file"
     assert info["config"]["max_msgs_per_subject"] == 1
     assert info["config"]["num_replicas"] == 1
@@ -359,18 +359,18 @@ async def test_nodes_make_it_together(run: OnNats) -> None:
 async def test_what_is_not_ours_is_refused(run: OnNats) -> None:
     """A stream of the run's name that another program made is not taken for the run's."""
     elsewhere = await OnNats(run.servers, run.stack).bus()
-    session = await elsewhere._link.reach()
+    connection = await elsewhere._dialer.reach()
     name = f"KV_smartsearch-{run.run_id}"
     config = {"name": name, "subjects": ["other"], "storage": "memory"}
-    await api(session, f"$JS.API.STREAM.CREATE.{name}", config)
+    await api(connection, f"$JS.API.STREAM.CREATE.{name}", config)
     with pytest.raises(errors.ClusterRefused, match=r"run_id"):
         await run.bus()
 
 
-async def test_nobody_listens() -> None:
+async def test_no_server_listens() -> None:
     """Where no server is, connecting fails within its bound and says where it looked."""
     with pytest.raises(errors.ClusterUnreachable, match=r"127\.0\.0\.1:1\b.*cluster\.nats_url"):
-        await connect(settings("nats://127.0.0.1:1"), "r", linked=nobody, seconds=0.5)
+        await connect(settings("nats://127.0.0.1:1"), "r", on_link=ignored, seconds=0.5)
 
 
 async def test_a_wrong_password(
@@ -380,7 +380,7 @@ async def test_a_wrong_password(
     caplog.set_level(logging.DEBUG)
     url = run.servers.url.replace("hunter2", "hunter3")
     with pytest.raises(errors.ClusterUnreachable) as caught:
-        await connect(settings(url), "r", linked=nobody, seconds=0.5)
+        await connect(settings(url), "r", on_link=ignored, seconds=0.5)
     assert "refused the user, password or token" in caught.value.message
     said = "".join(capfd.readouterr())
     assert "hunter" not in caught.value.message + caplog.text + said
@@ -467,9 +467,9 @@ async def test_a_run_made_anew(one: NatsCluster) -> None:
     async with on_nats(one, lost_seconds=1.5) as run:
         bus = await run.bus()
         await bus.create("quota", b"all but spent")
-        session = await bus._link.reach()
+        connection = await bus._dialer.reach()
         for name in (f"KV_smartsearch-{run.run_id}", f"smartsearch-{run.run_id}-answers"):
-            await api(session, f"$JS.API.STREAM.DELETE.{name}", b"")
+            await api(connection, f"$JS.API.STREAM.DELETE.{name}", b"")
         other = await run.bus()
         one.kill()
         one.start()
@@ -537,7 +537,7 @@ async def test_a_change_is_not_refused_by_itself(run: OnNats) -> None:
 
 
 async def test_one_node_apart(one: NatsCluster) -> None:
-    """A node cut off without a word notices by itself, and reads what it missed afterwards."""
+    """A node cut off without notice finds that out, and reads what it missed afterwards."""
     async with on_nats(one, lost_seconds=1.5) as run, Way(one.servers[0]) as way:
         told: list[bool] = []
         near = await run.bus()
@@ -557,7 +557,7 @@ async def test_one_node_apart(one: NatsCluster) -> None:
 
 
 async def test_a_call_can_be_cancelled(run: OnNats) -> None:
-    """A caller that is told to stop stops, at whatever point its call is."""
+    """A caller that is cancelled stops, at any point of its call."""
     bus = await run.bus()
 
     async def forever() -> None:
@@ -576,10 +576,10 @@ async def test_a_call_can_be_cancelled(run: OnNats) -> None:
 
 
 async def test_connecting_can_be_cancelled(one: NatsCluster) -> None:
-    """Whoever stops while it connects leaves no task and no socket behind."""
+    """A call cancelled while it connects leaves no task and no socket behind."""
     before = asyncio.all_tasks()
     for turns in range(0, 60, 3):
-        task = asyncio.create_task(connect(settings(one.url), "cancelled", linked=nobody))
+        task = asyncio.create_task(connect(settings(one.url), "cancelled", on_link=ignored))
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
@@ -590,7 +590,7 @@ async def test_connecting_can_be_cancelled(one: NatsCluster) -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_message_lost_on_the_way(run: OnNats, busy: bool) -> None:
-    """A change whose telling was lost is told all the same, in silence and in the midst of more."""
+    """A change whose message was lost is delivered all the same, in silence and amid others."""
     async with Way(run.servers.servers[0]) as way:
         near = await run.bus()
         far = await run.bus(url=way.url.replace("//", "//user:hunter2@"))
@@ -615,14 +615,14 @@ async def test_a_message_lost_on_the_way(run: OnNats, busy: bool) -> None:
 
 async def leader(bus: NatsBus, servers: NatsCluster, stream: str) -> NatsServer:
     """Which server leads a stream."""
-    info = await api(await bus._link.reach(), f"$JS.API.STREAM.INFO.{stream}", b"")
+    info = await api(await bus._dialer.reach(), f"$JS.API.STREAM.INFO.{stream}", b"")
     assert info["config"]["num_replicas"] == 3
     return next(each for each in servers.servers if each.name == info["cluster"]["leader"])
 
 
 @dataclass
 class Traffic:
-    """Writes all the time, and remembers what was kept and what was told."""
+    """Writes all the time, and remembers what was kept and what was delivered."""
 
     bus: NatsBus
     kept: list[int] = field(default_factory=list)
@@ -647,7 +647,7 @@ class Traffic:
 
 @pytest.mark.timeout(90)  # two elections and a start of three servers, four to nine seconds each
 async def test_three_servers(three: NatsCluster) -> None:
-    """One of three dies and nobody is told; all die, and everything goes on where it was."""
+    """One of three dies and no loss is reported; all die, and everything goes on where it was."""
     async with on_nats(three) as run:
         told: list[tuple[str, bool]] = []
         near = await run.bus(lambda up: told.append(("near", up)))
@@ -689,7 +689,7 @@ async def test_three_servers(three: NatsCluster) -> None:
 
 
 def test_the_library_has_these_names() -> None:
-    """The private names of nats-py that nats_session.py reads exist in the installed version."""
+    """The private names of nats-py that nats/connection.py reads exist in the installed version."""
     client = Client()
     for name in (*TASKS, TRANSPORT):
         assert hasattr(client, name), name

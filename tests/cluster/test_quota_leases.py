@@ -11,10 +11,10 @@ from smartsearch_sidecar.cluster.quota_leases import (
     PAUSE_SECONDS_MAX,
     SCORES,
     SEARCHES,
-    Allowance,
     Leases,
+    NodeLease,
     blocks,
-    enrolled,
+    joined,
     leased,
     pause,
     resource,
@@ -28,7 +28,7 @@ CALLS = resource("train", HELPER_CALLS)
 def run(members: int = 3, **totals: int) -> Leases:
     """A run with so much of each resource and two nodes in it."""
     begun = Leases.begun({SEARCHES: 1000, TOKENS: 100_000, **totals}, members)
-    return enrolled(enrolled(begun, "a"), "b")
+    return joined(joined(begun, "a"), "b")
 
 
 # --- the value ------------------------------------------------------------------------------------
@@ -117,19 +117,19 @@ def test_a_node_leases_only_in_the_run_and_what_there_is() -> None:
 
 def test_a_node_too_many_is_refused_by_name() -> None:
     """The value itself bounds the nodes, so two that come at once cannot both be the last."""
-    full = enrolled(run(), "c")
+    full = joined(run(), "c")
     with pytest.raises(errors.ClusterRefused) as refusal:
-        enrolled(full, "d")
+        joined(full, "d")
     assert "node d is one too many: the run has its 3 nodes (run.nodes), a, b, c" in str(
         refusal.value
     )
-    assert enrolled(full, "c").of("c") == full.of("c")
+    assert joined(full, "c").of("c") == full.of("c")
 
 
-def test_enrolling_always_changes_the_value() -> None:
+def test_joining_always_changes_the_value() -> None:
     """A node that begins writes, so that what its dead process sent can no longer arrive."""
     value, _ = leased(run(), "a", {SEARCHES: 5})
-    again = enrolled(value, "a")
+    again = joined(value, "a")
     assert again != value
     assert again.of("a") == value.of("a")
     assert again.encode() != value.encode()
@@ -139,7 +139,7 @@ def test_a_dead_processs_update_is_fenced_off() -> None:
     """A return sent before a crash names a revision that the resumed node has replaced."""
     key, revision = leased(run(), "a", {SEARCHES: 256})[0], 5
     late = (returned(key, "a", {SEARCHES: 10, TOKENS: 0}), revision)
-    resumed = enrolled(key, "a")
+    resumed = joined(key, "a")
     assert resumed != key  # so it is written, and the revision is another
     key, revision = resumed, revision + 1
     assert late[1] != revision
@@ -163,7 +163,7 @@ def test_a_return_never_grows_a_lease() -> None:
 
 
 def test_a_return_states_every_resource() -> None:
-    """What a node has used of a resource is never taken for nothing because nobody said it."""
+    """A return without a resource is refused: a missing one does not count as zero."""
     value, _ = leased(run(), "a", {SEARCHES: 600, TOKENS: 4096})
     with pytest.raises(errors.InvariantBroken):
         returned(value, "a", {SEARCHES: 10})
@@ -205,9 +205,9 @@ def test_pauses_grow_and_are_bounded() -> None:
 # --- one node's view ------------------------------------------------------------------------------
 
 
-def allowance(value: Leases, block: int = 100) -> Allowance:
+def lease_of(value: Leases, block: int = 100) -> NodeLease:
     """Node a's view of a value."""
-    found = Allowance("a", {SEARCHES: block, TOKENS: 2048})
+    found = NodeLease("a", {SEARCHES: block, TOKENS: 2048})
     found.seen(value, 7)
     return found
 
@@ -215,7 +215,7 @@ def allowance(value: Leases, block: int = 100) -> Allowance:
 def test_what_is_left_is_the_lease_less_what_was_used() -> None:
     """Nothing is remembered but the lease: a resumed node comes to the same from its journal."""
     value, _ = leased(run(), "a", {SEARCHES: 256})
-    node = allowance(value)
+    node = lease_of(value)
     assert node.leased(SEARCHES) == 256
     assert node.left(SEARCHES, 250) == 6
     assert node.fits(SEARCHES, 250, 6)
@@ -225,7 +225,7 @@ def test_what_is_left_is_the_lease_less_what_was_used() -> None:
 def test_an_older_value_is_of_no_interest() -> None:
     """A follower that answers late cannot take back what is known."""
     value, _ = leased(run(), "a", {SEARCHES: 256})
-    node = allowance(value)
+    node = lease_of(value)
     node.seen(run(), 6)
     assert node.leased(SEARCHES) == 256
     node.seen(leased(value, "a", {SEARCHES: 44})[0], 8)
@@ -233,22 +233,22 @@ def test_an_older_value_is_of_no_interest() -> None:
 
 
 def test_more_is_asked_for_ahead_of_need() -> None:
-    """At half a block the next one is asked for; nobody waits for it yet."""
-    node = allowance(leased(run(), "a", {SEARCHES: 100})[0])
+    """At half a block the next one is asked for, before any search waits for it."""
+    node = lease_of(leased(run(), "a", {SEARCHES: 100})[0])
     assert node.wanted({SEARCHES: 50, TOKENS: 0}) == {}
     assert node.wanted({SEARCHES: 51, TOKENS: 0}) == {SEARCHES: 100}
 
 
-def test_what_nobody_asked_for_here_is_left_to_others() -> None:
+def test_what_is_not_used_here_is_left_to_others() -> None:
     """A node that scores nothing leases nothing of the rewards' quotas."""
-    node = allowance(run())
+    node = lease_of(run())
     assert node.wanted({SEARCHES: 0, TOKENS: 0}) == {}
     assert node.wanted({SEARCHES: 0, TOKENS: 0}, {TOKENS: 10}) == {TOKENS: 2048}
 
 
 def test_a_need_beyond_a_block_is_asked_for_whole() -> None:
     """A batch larger than a block is leased at once, what was overrun included."""
-    node = allowance(leased(run(), "a", {SEARCHES: 100, TOKENS: 2048})[0])
+    node = lease_of(leased(run(), "a", {SEARCHES: 100, TOKENS: 2048})[0])
     assert node.wanted({SEARCHES: 40, TOKENS: 0}, {SEARCHES: 500}) == {SEARCHES: 440}
     assert node.wanted({SEARCHES: 0, TOKENS: 3000}, {TOKENS: 2048}) == {TOKENS: 3000}
 
@@ -256,11 +256,11 @@ def test_a_need_beyond_a_block_is_asked_for_whole() -> None:
 def test_exhausted_is_only_a_run_that_has_no_more() -> None:
     """While the run has something left it is leased; only then is the quota used up."""
     value, _ = leased(run(), "b", {SEARCHES: 900})
-    node = allowance(leased(value, "a", {SEARCHES: 90})[0])
+    node = lease_of(leased(value, "a", {SEARCHES: 90})[0])
     assert not node.exhausted(SEARCHES, 90)
     assert not node.exhausted(SEARCHES, 90, 10)
     assert node.exhausted(SEARCHES, 90, 11)
-    empty = allowance(leased(value, "a", {SEARCHES: 100})[0])
+    empty = lease_of(leased(value, "a", {SEARCHES: 100})[0])
     assert not empty.exhausted(SEARCHES, 99)
     assert empty.exhausted(SEARCHES, 100)
     assert empty.wanted({SEARCHES: 80, TOKENS: 0}) == {}
@@ -269,7 +269,7 @@ def test_exhausted_is_only_a_run_that_has_no_more() -> None:
 
 def test_a_node_that_has_seen_nothing_asks_before_it_refuses() -> None:
     """Before the first value is read nothing may be used, and nothing is exhausted."""
-    node = Allowance("a", {SEARCHES: 100})
+    node = NodeLease("a", {SEARCHES: 100})
     assert not node.fits(SEARCHES, 0)
     assert not node.exhausted(SEARCHES, 0)
     assert node.wanted({SEARCHES: 0}, {SEARCHES: 1}) == {SEARCHES: 100}

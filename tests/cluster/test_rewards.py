@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from smartsearch_sidecar.cluster.answers import AnswerStream
-from smartsearch_sidecar.cluster.bus import Linked, Read
-from smartsearch_sidecar.cluster.digests import decode_batch
+from smartsearch_sidecar.cluster.answer_digests import AnswerStream, decode_batch
+from smartsearch_sidecar.cluster.bus import OnLink, OnMessage
 from smartsearch_sidecar.cluster.quota_leases import Leases
 from smartsearch_sidecar.gate.cluster import ClusterRun
 from tests.fakes import rollouts
@@ -84,24 +83,24 @@ def stream_of(cluster_run: ClusterRun) -> AnswerStream:
 
 
 class LateBus(MemoryBus):
-    """A node that reads the stream later than anybody else."""
+    """A node that reads the stream later than the others."""
 
-    async def read(self, read: Read) -> None:
+    async def read(self, on_message: OnMessage) -> None:
         loop = asyncio.get_running_loop()
         await super().read(
-            lambda sequence, data: ignored(loop.call_later(0.2, read, sequence, data))
+            lambda sequence, data: ignored(loop.call_later(0.2, on_message, sequence, data))
         )
 
 
 def ignored(_: object) -> None:
-    """What nobody asks for."""
+    """Takes a result that is not needed."""
 
 
 class LateGround(Ground):
     """One where node ``a`` is late."""
 
-    def bus(self, linked: Linked = ignored, *, name: str = "") -> MemoryBus:
-        bus = LateBus(self, linked, name) if name == "a" else MemoryBus(self, linked, name)
+    def bus(self, on_link: OnLink = ignored, *, name: str = "") -> MemoryBus:
+        bus = LateBus(self, on_link, name) if name == "a" else MemoryBus(self, on_link, name)
         self.buses.append(bus)
         return bus
 
@@ -135,10 +134,10 @@ async def test_an_answer_of_another_node_is_known(tmp_path: Path) -> None:
         assert (await second.health(5))[0] == 200
 
 
-async def test_an_answer_of_nobody_is_refused(tmp_path: Path) -> None:
+async def test_an_answer_of_no_node_is_refused(tmp_path: Path) -> None:
     """A block that no node of the run gave closes the latch of every node."""
     async with pair(tmp_path, Ground()) as (first, second):
-        turn = rollouts.answered("one", "nobody said so")
+        turn = rollouts.answered("one", "no node said so")
         solution = rollouts.rollout(QUESTION, [turn], rollouts.final("Paris"))
         status, value = await reward(first, solution)
         assert (status, value["error"]["code"]) == (409, "provenance_broken")
@@ -162,20 +161,29 @@ async def test_what_cannot_be_known_is_not_called_broken(tmp_path: Path) -> None
 
 
 async def test_a_resumed_node_publishes_what_the_stream_lacks(tmp_path: Path) -> None:
-    """Answers that a node gave and could not publish before it died are known once it is back."""
+    """Answers that a node gave and could not publish are published once it is back, each once."""
     ground = Ground()
     helper = FakeHelper()
+
+    def published() -> list[bytes]:
+        return [digest for message in ground.messages for digest in decode_batch(message)]
+
     await helper.start()
     try:
         async with scoring(tmp_path, ground, helper, "a") as first:
             async with scoring(tmp_path, ground, helper, "b") as second:
                 assert (await second.execute("leases"))[0] == 200
+                await until(lambda: len(published()) == 1)
                 bus_of(ground, "b").cut()
                 solution = await rollout(second, "unpublished")
-            before = len(ground.messages)
+                await rollout(second, "another", "unpublished", "leases")
+            before = published()
             async with scoring(tmp_path, ground, helper, "b", resume=True):
-                await until(lambda: len(ground.messages) > before)
+                await until(lambda: len(published()) >= len(before) + 2)
                 assert (await reward(first, solution))[0] == 200
+            missing = published()[len(before) :]
+            assert len(missing) == len(set(missing)) == 2
+            assert not set(missing) & set(before)
     finally:
         await helper.stop()
 
@@ -220,7 +228,7 @@ async def test_a_batch_waits_for_its_lease(tmp_path: Path) -> None:
 
 
 async def test_an_answer_is_published_once(tmp_path: Path) -> None:
-    """The same answer again, from whatever node, is no message more."""
+    """The same answer again, from any node, is no further message."""
     ground = Ground()
 
     def published() -> int:

@@ -39,7 +39,7 @@ async def test_a_latch_closes_every_node(tmp_path: Path) -> None:
         assert (await asyncio.to_thread(verify, tmp_path / name)).ok
 
 
-async def test_who_joins_late_finds_the_latch_closed(tmp_path: Path) -> None:
+async def test_a_late_node_finds_the_latch_closed(tmp_path: Path) -> None:
     """A node that joins a run that has failed has failed before it answers anything."""
     ground = Ground()
     async with joined(tmp_path, ground, "a", 2) as first:
@@ -110,7 +110,7 @@ async def test_a_node_that_differs_is_refused(tmp_path: Path) -> None:
         assert "execute_capability" in sentence
         assert secret not in sentence
         assert secret not in str(ground.keys)
-        # Whoever was refused has taken no place: the run still has one for its second node.
+        # A node that was refused has taken no place: the run still has one for its second node.
         async with joined(tmp_path, ground, "b", 2) as second:
             assert (await second.health(5))[0] == 200
 
@@ -275,7 +275,7 @@ async def test_a_search_waits_for_its_lease(tmp_path: Path) -> None:
         assert (await first.health(5))[0] == 200
 
 
-async def test_who_waits_for_a_lease_may_leave(tmp_path: Path) -> None:
+async def test_a_search_that_waits_for_a_lease_may_leave(tmp_path: Path) -> None:
     """A search cancelled while it waits for a lease is recorded as lost, and consumes nothing."""
     ground = Ground()
     async with cluster(tmp_path, 2, ground=ground) as (first, _):
@@ -337,7 +337,7 @@ async def test_a_run_waits_for_all_its_nodes(tmp_path: Path) -> None:
         async with joined(tmp_path, ground, "b", 2) as second:
             assert (await first.health(5))[0] == 200
             assert await second.stop() == 0
-        # An ended node counts by its last word.
+        # An ended node counts by its last state.
         status, report = await first.health(5)
         assert (status, report["cluster"]["nodes"]["b"]["state"]) == (200, "ended")
 

@@ -31,7 +31,7 @@ def program() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all held at once so that they differ."""
+    """Ports without a listener, all held at once so that they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -219,7 +219,7 @@ class Way:
             writer.transport.abort()
 
     def part(self) -> None:
-        """Nothing passes any more, and nobody is told: a partition."""
+        """Nothing passes any more, and neither side is notified: a partition."""
         self.there = self.back = False
 
     def mend(self) -> None:

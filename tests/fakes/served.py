@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from smartsearch_sidecar.cluster.local_run import Connect
+from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.ledger.file import Disk
 from smartsearch_sidecar.process.daemon import Daemon

@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.agreement import (
+from smartsearch_sidecar.cluster.answer_digests import decode_batch, encode_batch
+from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
+from smartsearch_sidecar.cluster.join import (
     decode_identities,
     differences,
     encode_identities,
     sentence,
 )
-from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
-from smartsearch_sidecar.cluster.digests import decode_batch, encode_batch
-from smartsearch_sidecar.cluster.nodestate import NodeState, Registration, RunStatus
-from smartsearch_sidecar.cluster.quota_leases import Leases, enrolled, leased
+from smartsearch_sidecar.cluster.node_state import NodeState, Registration, RunStatus
+from smartsearch_sidecar.cluster.quota_leases import Leases, joined, leased
 
 STATE = NodeState(
     "ab12", 1, 27, RunStatus.FAILED, True, True, {"x": 3, "y": 0}, 9, "cd", "deadline"
 )
 LEASES, _ = leased(
-    enrolled(enrolled(Leases.begun({"searches": 99, "t": 7}, 2), "a"), "b"), "b", {"t": 5}
+    joined(joined(Leases.begun({"searches": 99, "t": 7}, 2), "a"), "b"), "b", {"t": 5}
 )
 
 READERS: dict[str, tuple[bytes, Callable[[bytes], Any], Callable[[Any], bytes]]] = {
@@ -121,30 +121,30 @@ def _keys(value: Any) -> set[str]:
 @settings(deadline=None)
 @given(
     counts=st.dictionaries(st.text(max_size=8), st.integers(0, 2**63), max_size=4),
-    word=st.sampled_from(RunStatus),
+    status=st.sampled_from(RunStatus),
     numbers=st.tuples(*[st.integers(0, 2**63)] * 3),
     texts=st.tuples(*[st.text(max_size=20)] * 3),
     flags=st.tuples(st.booleans(), st.booleans()),
 )
 def test_a_state_comes_back_as_itself(
     counts: dict[str, int],
-    word: RunStatus,
+    status: RunStatus,
     numbers: tuple[int, ...],
     texts: tuple[str, ...],
     flags: tuple[bool, bool],
 ) -> None:
-    """Whatever a node can say, the others read it as it was said."""
+    """Every state that a node can publish is read by the others as it was."""
     said = NodeState(
         instance=texts[0],
         restarts=numbers[0],
         beat=numbers[1],
-        word=word,
-        ended=flags[0] and word is not RunStatus.PENDING,
+        status=status,
+        ended=flags[0] and status is not RunStatus.PENDING,
         admitted=flags[1],
         counts=counts,
         seq=numbers[2],
         head=texts[1],
-        cause=texts[2] if word is RunStatus.FAILED else None,
+        cause=texts[2] if status is RunStatus.FAILED else None,
     )
     assert NodeState.decode(said.encode()) == said
 

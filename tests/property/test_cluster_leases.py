@@ -1,4 +1,4 @@
-"""The sum over nodes never exceeds the run's, whatever is lost, late, interleaved or resumed.
+"""The sum over nodes never exceeds the run's, also over lost, late and interleaved updates.
 
 The key is one value changed by compare-and-set. An update may be applied now, later (also after its
 sender died and came back), or never, and its sender may not be told. Hypothesis prints the steps of
@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
-    Allowance,
     Leases,
+    NodeLease,
     blocks,
-    enrolled,
+    joined,
     leased,
     returned,
 )
@@ -52,7 +52,7 @@ class Node:
     used: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     process: int = 0
     alive: bool = False
-    allowance: Allowance | None = None
+    lease: NodeLease | None = None
     waits: bool = False
     ending: bool = False
 
@@ -82,7 +82,7 @@ class Nodes(RuleBasedStateMachine):
     @precondition(lambda self: self.under_way)
     @rule(at=st.integers(0, 99), fate=FATES)
     def arrive(self, at: int, fate: str) -> None:
-        """A late update arrives, whatever has happened since."""
+        """A late update arrives, after anything that has happened since."""
         self.settle(self.under_way.pop(at % len(self.under_way)), fate)
 
     def settle(self, update: Update, fate: str) -> None:
@@ -97,9 +97,9 @@ class Nodes(RuleBasedStateMachine):
                 self.told(node, update)
 
     def told(self, node: Node, update: Update) -> None:
-        if node.allowance is None:
-            node.allowance = Allowance(update.sender, BLOCK)
-        node.allowance.seen(Leases.decode(update.value), update.revision + 1)
+        if node.lease is None:
+            node.lease = NodeLease(update.sender, BLOCK)
+        node.lease.seen(Leases.decode(update.value), update.revision + 1)
         if update.ends:
             node.alive = False
 
@@ -114,14 +114,14 @@ class Nodes(RuleBasedStateMachine):
 
     @rule(name=NAMES, fate=FATES)
     def begin(self, name: str, fate: str) -> None:
-        """A process starts, or starts again: it enrols before anything else."""
+        """A process starts, or starts again: it joins before anything else."""
         node = self.nodes[name]
         if not node.alive:
             node.process += 1
-            node.alive, node.allowance, node.waits, node.ending = True, None, False, False
-        if node.allowance is None and not node.waits:
+            node.alive, node.lease, node.waits, node.ending = True, None, False, False
+        if node.lease is None and not node.waits:
             try:
-                new = enrolled(Leases.decode(self.value), name)
+                new = joined(Leases.decode(self.value), name)
             except errors.ClusterRefused:
                 node.alive = False
                 return
@@ -136,11 +136,11 @@ class Nodes(RuleBasedStateMachine):
     def ask(self, name: str, needed: dict[str, int], fate: str) -> None:
         """A node reads the key and asks for more, if it has to."""
         node = self.nodes[name]
-        if not self.serves(node) or node.waits or node.allowance is None:
+        if not self.serves(node) or node.waits or node.lease is None:
             return
         value = Leases.decode(self.value)
-        node.allowance.seen(value, self.revision)
-        wanted = node.allowance.wanted(node.used, needed)
+        node.lease.seen(value, self.revision)
+        wanted = node.lease.wanted(node.used, needed)
         new, granted = leased(value, name, wanted)
         if granted:
             self.send(name, new, fate)
@@ -149,17 +149,17 @@ class Nodes(RuleBasedStateMachine):
     def use(self, name: str, amounts: dict[str, int]) -> None:
         """Admits what the lease allows; the journal says so."""
         node = self.nodes[name]
-        if not self.serves(node) or node.allowance is None:
+        if not self.serves(node) or node.lease is None:
             return
         for resource, amount in amounts.items():
-            left = node.allowance.left(resource, node.used[resource])
+            left = node.lease.left(resource, node.used[resource])
             node.used[resource] += min(amount, left)
 
     @rule(name=NAMES, fate=FATES)
     def close(self, name: str, fate: str) -> None:
         """A clean end: nothing is admitted any more, and the rest goes back."""
         node = self.nodes[name]
-        if not node.alive or node.waits or node.allowance is None:
+        if not node.alive or node.waits or node.lease is None:
             return
         node.ending = True
         self.send(name, returned(Leases.decode(self.value), name, node.used), fate, ends=True)
@@ -184,7 +184,7 @@ class Nodes(RuleBasedStateMachine):
     # --- what always holds ------------------------------------------------------------------------
 
     @invariant()
-    def nobody_uses_more_than_the_run_has(self) -> None:
+    def the_nodes_use_no_more_than_the_run_has(self) -> None:
         """Used, summed over all nodes, is within the totals; so are the leases."""
         value = Leases.decode(self.value)
         for resource, total in TOTALS.items():
@@ -199,7 +199,7 @@ class Nodes(RuleBasedStateMachine):
         """A node that has just read the key calls a quota used up only where nothing is left."""
         value = Leases.decode(self.value)
         for name, node in self.nodes.items():
-            fresh = Allowance(name, BLOCK)
+            fresh = NodeLease(name, BLOCK)
             fresh.seen(value, self.revision)
             if fresh.exhausted(SEARCHES, node.used[SEARCHES]):
                 assert value.left(SEARCHES) == 0
@@ -231,7 +231,7 @@ def test_any_history_is_within_the_totals_and_survives_its_bytes(
     used: dict[str, dict[str, int]] = {}
     for step, node, amounts in steps:
         if node not in used:
-            value = enrolled(value, node)
+            value = joined(value, node)
             used[node] = dict.fromkeys(TOTALS, 0)
         before = value
         if step == "lease":
@@ -260,11 +260,11 @@ def test_every_quota_can_be_used_up(nodes: int) -> None:
     value = Leases.begun(totals, nodes)
     names = [f"n{at}" for at in range(nodes)]
     for name in names:
-        value = enrolled(value, name)
+        value = joined(value, name)
     used = dict.fromkeys(names, 0)
     while value.left(SEARCHES):
         for name in names:
-            own = Allowance(name, block)
+            own = NodeLease(name, block)
             own.seen(value, 1)
             used[name] += own.left(SEARCHES, used[name])
             value, _ = leased(value, name, own.wanted({SEARCHES: used[name]}, {SEARCHES: 1}))

@@ -1,11 +1,11 @@
-"""The nodes' common ground on NATS JetStream: one bucket of keys and one stream per run.
+"""The ``Bus`` on NATS JetStream: one bucket of keys and one stream per run.
 
 The bucket is an ordinary key-value bucket (``nats kv`` shows it) without direct reads, so that a
-value is always the leader's. Every write carries an id of its own: what the servers have already
-kept they do not keep again, and so a write may be tried again when nobody knows what became of it.
+value is always the leader's. Every write carries an id of its own, and the servers do not keep the
+same id twice. So a write whose fate is unknown may be tried again.
 
-What may break on the way, and when it is tried again, is in ``nats_link``; how streams are
-followed in ``nats_follow``; what is nats-py's in ``nats_session``.
+What may break on the way, and when it is tried again, is in ``dialer.py``; how streams are followed
+in ``follower.py``; what is nats-py's in ``connection.py``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from contextlib import suppress
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.bus import Asked, Bus, Entry, Heard, Linked, Read
-from smartsearch_sidecar.cluster.nats.connection import Message, Session
-from smartsearch_sidecar.cluster.nats.dialer import Link
-from smartsearch_sidecar.cluster.nats.follower import Following
+from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink, OnMessage, OnQuestion, OnValue
+from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
+from smartsearch_sidecar.cluster.nats.dialer import Dialer
+from smartsearch_sidecar.cluster.nats.follower import Follower
 from smartsearch_sidecar.cluster.nats.streams import Streams, api, decoded, last_message
 from smartsearch_sidecar.config import Cluster
 
 PATIENCE_SECONDS: Final = 12.0
-"""The bound of every call: NATS takes four to nine to have a new leader where one has died."""
+"""The bound of every call: NATS takes four to nine to elect a new leader where one has died."""
 
 PULSE_SECONDS: Final = 1.0
 PULSES: Final = 5
@@ -46,30 +46,33 @@ async def connect(
     cluster: Cluster,
     run_id: str,
     *,
-    linked: Linked,
+    on_link: OnLink,
     replicas: int | None = None,
     seconds: float = START_SECONDS,
 ) -> Bus:
-    """The common ground of the run ``run_id``, made where no node has made it yet.
+    """The bus of the run ``run_id``; its streams are made where no node has made them yet.
 
-    Every value is kept by ``replicas`` servers: by default by three, or by as many as there are.
-    ``linked`` is told of every later loss and return, not of this first connection.
+    Args:
+        cluster: the node's section ``[cluster]``.
+        on_link: called at every later loss and return, not for this first connection.
+        replicas: how many servers keep every value; by default three, or as many as there are.
+        seconds: the bound of this call.
 
     Raises:
         ClusterUnreachable: the servers did not answer within ``seconds``.
         ClusterRefused: what the servers hold under the run's name is not ours.
     """
     urls = cluster.nats_url.get_secret_value().split(",")
-    link = Link(
+    dialer = Dialer(
         urls,
         f"smartsearch-sidecar {cluster.node}",
-        linked,
+        on_link,
         patience=min(PATIENCE_SECONDS, cluster.lost_seconds),
         pulse=min(PULSE_SECONDS, cluster.lost_seconds / PULSES),
     )
-    bus = NatsBus(link, run_id)
+    bus = NatsBus(dialer, run_id)
     try:
-        await link.dial()
+        await dialer.dial()
         await bus.begin(replicas, seconds)
     except BaseException:
         await bus.close()
@@ -78,32 +81,33 @@ async def connect(
 
 
 class NatsBus:
-    """``Bus`` over a ``Link``."""
+    """``Bus`` over a ``Dialer``."""
 
-    def __init__(self, link: Link, run_id: str) -> None:
-        self._link = link
+    def __init__(self, dialer: Dialer, run_id: str) -> None:
+        self._dialer = dialer
         self._streams = Streams(run_id)
         self._ask_subject = f"smartsearch.{run_id}.ask"
         self._self = secrets.token_bytes(ID_BYTES)
-        self._keys: Following | None = None
+        self._keys: Follower | None = None
         self._values: dict[str, bytes] = {}
         self._watches: list[Callable[[str, bytes], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def connected(self) -> bool:
-        return self._link.connected
+        return self._dialer.connected
 
     async def begin(self, replicas: int | None, seconds: float) -> None:
         """Makes bucket and stream, or finds them as other nodes have made them."""
-
-        known = self._link
-        await known.call(lambda s: self._streams.make(s, replicas, known.servers), seconds)
-        known.begin(self._streams.prove)
+        dialer = self._dialer
+        await dialer.call(lambda c: self._streams.make(c, replicas, dialer.servers), seconds)
+        dialer.begin(self._streams.prove)
 
     async def get(self, key: str) -> Entry | None:
         subject = self._subject(key)
-        message = await self._link.call(lambda s: last_message(s, self._streams.keys.name, subject))
+        message = await self._dialer.call(
+            lambda c: last_message(c, self._streams.keys.name, subject)
+        )
         return Entry(decoded(message, "data"), message["seq"]) if message else None
 
     async def create(self, key: str, value: bytes) -> bool:
@@ -115,144 +119,147 @@ class NatsBus:
         headers = {"Nats-Msg-Id": mark, "Nats-Expected-Last-Subject-Sequence": str(revision)}
         unknown = False
 
-        async def attempt(session: Session) -> bool:
+        async def attempt(connection: NatsConnection) -> bool:
             nonlocal unknown
             try:
                 answer = await api(
-                    session, subject, value, headers=headers, expected=WRONG_LAST_SEQUENCE
+                    connection, subject, value, headers=headers, expected=WRONG_LAST_SEQUENCE
                 )
                 if "error" not in answer:
                     return True
-                # An earlier try of ours may be what changed it: a server alone compares first.
+                # The change may be our own earlier try: a server alone compares the revision before
+                # it looks at the id.
                 if not unknown:
                     return False
-                message = await last_message(session, self._streams.keys.name, subject)
+                message = await last_message(connection, self._streams.keys.name, subject)
             except errors.ClusterUnreachable:
                 unknown = True
                 raise
             return mark.encode() in decoded(message or {}, "hdrs")
 
-        return await self._link.call(attempt)
+        return await self._dialer.call(attempt)
 
     async def put(self, key: str, value: bytes) -> None:
         await self._append(self._subject(key), value)
 
-    async def watch(self, prefix: str, heard: Heard) -> None:
-        word = prefix.rstrip(".")
+    async def watch(self, prefix: str, on_value: OnValue) -> None:
+        name = prefix.rstrip(".")
         keys = self._streams.keys
 
-        def tell(key: str, value: bytes) -> None:
-            # An empty prefix is every key; a word is the key itself and those below it.
-            if not word or key == word or key.startswith(f"{word}."):
-                heard(key, value)
+        def deliver(key: str, value: bytes) -> None:
+            # An empty prefix is every key; any other is the key itself and those below it.
+            if not name or key == name or key.startswith(f"{name}."):
+                on_value(key, value)
 
-        present = await self._link.call(lambda s: last_message(s, keys.name, keys.subjects))
+        present = await self._dialer.call(lambda c: last_message(c, keys.name, keys.subjects))
         if self._keys is None:
-            self._keys = Following(self._link, keys, self._changed)
+            self._keys = Follower(self._dialer, keys, self._changed)
             self._go_on(self._keys.run(), vital=True)
         try:
-            async with asyncio.timeout(self._link.patience):
+            async with asyncio.timeout(self._dialer.patience):
                 await self._keys.reaches(present["seq"] if present else 0)
         except TimeoutError:
             raise errors.CLUSTER_UNREACHABLE(
-                f"NATS does not tell what is set under {prefix!r}: check its servers"
+                f"NATS does not deliver the values under {prefix!r}: check its servers"
             ) from None
         for key, value in self._values.items():
-            tell(key, value)
-        self._watches.append(tell)
+            deliver(key, value)
+        self._watches.append(deliver)
 
     def _changed(self, number: int, key: str, value: bytes) -> None:
         del number
         # Kept in the order of the changes, for watches that begin later.
         self._values.pop(key, None)
         self._values[key] = value
-        for tell in self._watches:
-            tell(key, value)
+        for deliver in self._watches:
+            deliver(key, value)
 
     async def publish(self, data: bytes) -> int:
         return await self._append(self._streams.answers.subjects, data)
 
-    async def read(self, read: Read) -> None:
-        following = Following(
-            self._link, self._streams.answers, lambda number, _, data: read(number, data)
+    async def read(self, on_message: OnMessage) -> None:
+        follower = Follower(
+            self._dialer, self._streams.answers, lambda number, _, data: on_message(number, data)
         )
-        self._go_on(following.run(), vital=True)
+        self._go_on(follower.run(), vital=True)
 
     async def last(self) -> int:
         answers = self._streams.answers
-        message = await self._link.call(lambda s: last_message(s, answers.name, answers.subjects))
+        message = await self._dialer.call(lambda c: last_message(c, answers.name, answers.subjects))
         return int(message["seq"]) if message else 0
 
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
-        heard: dict[bytes, bytes] = {}
+        found: dict[bytes, bytes] = {}
         asked = False
         enough = asyncio.Event()
 
-        async def hear(message: Message) -> None:
-            # Without an id it is the server's word that nobody listens.
+        async def on_message(message: Message) -> None:
+            # Without an id it is the server's notice that no node listens.
             if len(message.data) >= ID_BYTES:
-                heard.setdefault(message.data[:ID_BYTES], message.data[ID_BYTES:])
-                if len(heard) >= answers:
+                found.setdefault(message.data[:ID_BYTES], message.data[ID_BYTES:])
+                if len(found) >= answers:
                     enough.set()
 
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                # Asked again over a new session; a node that answers twice counts once.
-                while len(heard) < answers:
-                    session = await self._link.reach()
-                    inbox = session.new_inbox()
+                # Asked again over each new connection; a node that answers twice counts once.
+                while len(found) < answers:
+                    connection = await self._dialer.reach()
+                    inbox = connection.new_inbox()
                     try:
-                        subscription = await session.subscribe(inbox, hear)
-                        await session.publish(self._ask_subject, question, reply=inbox)
+                        subscription = await connection.subscribe(inbox, on_message)
+                        await connection.publish(self._ask_subject, question, reply=inbox)
                     except errors.ClusterUnreachable:
-                        session.end("the NATS server did not take a question")
+                        connection.end("the NATS server did not take a question")
                         continue
                     asked = True
                     try:
-                        await _either(enough, session.ended)
+                        await _either(enough, connection.ended)
                     finally:
-                        await session.unsubscribe(subscription)
-                    asked = not session.ended.is_set()
-        if not asked and not heard and answers > 0:
+                        await connection.unsubscribe(subscription)
+                    asked = not connection.ended.is_set()
+        if not asked and not found and answers > 0:
             raise errors.CLUSTER_UNREACHABLE("NATS does not take questions to other nodes")
-        return list(heard.values())[:answers]
+        return list(found.values())[:answers]
 
-    async def answer(self, asked: Asked) -> None:
+    async def answer(self, on_question: OnQuestion) -> None:
         listening = asyncio.Event()
 
-        async def tell(session: Session, message: Message) -> None:
-            answer = await asked(message.data)
-            # Who asked hears of a lost connection by itself.
-            await session.publish(message.reply, self._self + answer)
+        async def reply(connection: NatsConnection, message: Message) -> None:
+            answer = await on_question(message.data)
+            # Sent once: over a lost connection, the node that asks asks again by itself.
+            await connection.publish(message.reply, self._self + answer)
 
         async def listen() -> None:
             while True:
-                session = await self._link.reach()
+                connection = await self._dialer.reach()
 
-                async def hear(message: Message, session: Session = session) -> None:
+                async def on_message(
+                    message: Message, connection: NatsConnection = connection
+                ) -> None:
                     # A task of its own: an answer may take its time, and others ask meanwhile.
                     if message.reply:
-                        self._go_on(tell(session, message))
+                        self._go_on(reply(connection, message))
 
                 try:
-                    await session.subscribe(self._ask_subject, hear)
-                    await session.settle()
+                    await connection.subscribe(self._ask_subject, on_message)
+                    await connection.settle()
                 except errors.ClusterUnreachable:
-                    session.end("the NATS server did not take a subscription")
+                    connection.end("the NATS server did not take a subscription")
                     continue
                 listening.set()
-                await session.ended.wait()
+                await connection.ended.wait()
 
         self._go_on(listen())
         try:
-            async with asyncio.timeout(self._link.patience):
+            async with asyncio.timeout(self._dialer.patience):
                 await listening.wait()
         except TimeoutError:
             raise errors.CLUSTER_UNREACHABLE("NATS brings no questions of other nodes") from None
 
     async def close(self) -> None:
-        # First the link: what ends after it tells nobody.
-        await self._link.close()
+        # First the dialer: what ends after it is not reported as a loss.
+        await self._dialer.close()
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -269,11 +276,12 @@ class NatsBus:
         exc = None if task.cancelled() else task.exception()
         if exc is None or isinstance(exc, errors.ClusterUnreachable):
             return
-        # What hears and answers must not raise. Nothing that was missed is made up for.
+        # A callback must not raise. What it missed cannot be made up for, so a node that follows
+        # no stream any more counts as not connected at once.
         if vital:
-            self._link.note(task, 0)
+            self._dialer.note(task, 0)
         asyncio.get_running_loop().call_exception_handler(
-            {"message": "hearing other nodes failed", "exception": exc, "task": task}
+            {"message": "a task that serves other nodes failed", "exception": exc, "task": task}
         )
 
     def _subject(self, key: str) -> str:
@@ -285,7 +293,7 @@ class NatsBus:
 
     async def _append(self, subject: str, data: bytes) -> int:
         headers = {"Nats-Msg-Id": secrets.token_hex(ID_BYTES)}
-        answer = await self._link.call(lambda s: api(s, subject, data, headers=headers))
+        answer = await self._dialer.call(lambda c: api(c, subject, data, headers=headers))
         return int(answer["seq"])
 
 

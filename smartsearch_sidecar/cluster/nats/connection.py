@@ -1,12 +1,13 @@
 """One connection to one NATS server, from its dialling to its end: replaced, never repaired.
 
-The one file that imports nats-py, and the only one that leans on its private names. Its own
-reconnecting is switched off: it sends what was buffered while it was away, so that a call that had
-long been given up changes a key; it ends for good at some of a server's errors; and it may wait
-for ever for the socket of a server that is frozen. Whoever holds a ``Session`` dials another.
+The one file that imports nats-py, and the only one that uses its private names. nats-py's own
+reconnecting is switched off, for three reasons: it sends what was buffered while it was away, so
+that a call that was given up long ago changes a key; it ends for good at some of a server's errors;
+and it may wait for ever for the socket of a server that is frozen. ``dialer.py`` dials another
+connection instead.
 
-A server that is frozen or cut off is found out by pulses, messages of the session to itself: two
-of them unanswered, each a second at most, and the session has ended.
+Pulses find a server that is frozen or cut off: messages of the connection to itself, one a second
+or more often. After two unanswered pulses the connection has ended.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ DIAL_SECONDS: Final = 2
 PULSES_UNANSWERED: Final = 2
 CLOSE_SECONDS: Final = 1.0
 
-# The library's own pings stay out of the way of ours.
+# Pulses of our own take the place of the library's pings.
 NEVER_SECONDS: Final = 86_400
 
-# What it has to say reaches us as errors that are classified here; by itself it would print them,
-# with addresses that may hold a password.
+# The library's errors are classified here. Its own log would print them to stderr, with addresses
+# that may hold a password.
 logging.getLogger("nats").addHandler(logging.NullHandler())
 logging.getLogger("nats").propagate = False
 
 ENDINGS: Final = (nats.errors.StaleConnectionError, nats.errors.ProtocolError, OSError)
 
-# The private names of nats-py that are leaned on, all of them to let go of a session.
+# The private names of nats-py that ``close`` needs.
 TASKS: Final = ("_reading_task", "_flusher_task", "_ping_interval_task")
 TRANSPORT: Final = "_transport"
 WRITER: Final = "_bare_io_writer"
 
 Message = Msg
-Received = Callable[[Msg], Awaitable[None]]
+OnNatsMessage = Callable[[Msg], Awaitable[None]]
 
 
 def place(url: str) -> str:
-    """Host and port of an address: what may be said of it."""
+    """Host and port of an address: the part that a message may show, without a password."""
     parts = urlsplit(url)
     return f"{parts.hostname}:{parts.port or 4222}"
 
 
-class Session:
+class NatsConnection:
     """A connection; ``ended`` is set once, and then every call raises ``ClusterUnreachable``."""
 
     def __init__(self, url: str) -> None:
@@ -64,75 +65,77 @@ class Session:
         self.ended = asyncio.Event()
         self.why = f"the NATS server at {place(url)} closed the connection"
         self._client = Client()
-        self._at_end: list[Callable[[], None]] = []
+        self._on_end: list[Callable[[], None]] = []
         self._asking: set[asyncio.Future[Msg]] = set()
         self._pulse: asyncio.Task[None] | None = None
         self._dialled = False
         self._unanswered = 0
 
     @classmethod
-    async def dial(cls, url: str, *, name: str, tls: ssl.SSLContext, pulse: float) -> Session:
-        """A session with the server at ``url``, or ``ClusterUnreachable`` within seconds.
+    async def dial(
+        cls, url: str, *, name: str, tls: ssl.SSLContext, pulse: float
+    ) -> NatsConnection:
+        """A connection with the server at ``url``; ``pulse`` is in seconds.
 
-        ``pulse`` is the time between two messages to itself, in seconds.
+        Raises ``ClusterUnreachable`` after ``2 * DIAL_SECONDS`` at the latest.
         """
-        session = cls(url)
+        connection = cls(url)
         try:
             async with asyncio.timeout(2 * DIAL_SECONDS):
-                await session._client.connect(
+                await connection._client.connect(
                     servers=[url],
                     name=name,
                     tls=tls,
-                    error_cb=session._erred,
-                    closed_cb=session._closed,
+                    error_cb=connection._erred,
+                    closed_cb=connection._closed,
                     allow_reconnect=False,
-                    # Once and once more; 0 would be for ever.
+                    # Two tries in all; 0 would mean without end.
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0,
                     connect_timeout=DIAL_SECONDS,
                     ping_interval=NEVER_SECONDS,
                 )
-            session._dialled = True
-            inbox = session.new_inbox()
-            await session.subscribe(inbox, session._answered)
-            session._pulse = asyncio.create_task(session._pulses(inbox, pulse))
+            connection._dialled = True
+            inbox = connection.new_inbox()
+            await connection.subscribe(inbox, connection._answered)
+            connection._pulse = asyncio.create_task(connection._pulses(inbox, pulse))
         except (nats.errors.Error, OSError, TimeoutError) as exc:
-            await session.close()
+            await connection.close()
             raise errors.CLUSTER_UNREACHABLE(_not_dialled(url, exc)) from None
         except BaseException:
-            await session.close()
+            await connection.close()
             raise
-        return session
+        return connection
 
     def end(self, why: str) -> None:
-        """Ends it: whoever waits for an answer hears so at once."""
+        """Ends it: every call that waits for an answer raises at once."""
         if not self.ended.is_set():
             self.why = why
             self.ended.set()
-            for tell in self._at_end:
-                tell()
+            for on_end in self._on_end:
+                on_end()
             for asking in tuple(self._asking):
                 asking.cancel()
 
-    def at_end(self, tell: Callable[[], None]) -> None:
-        """Has somebody told, once, that it has ended; at once where it has."""
+    def at_end(self, on_end: Callable[[], None]) -> None:
+        """Calls ``on_end`` once, when it ends; at once where it has ended."""
         if self.ended.is_set():
-            tell()
+            on_end()
         else:
-            self._at_end.append(tell)
+            self._on_end.append(on_end)
 
     async def close(self) -> None:
-        """Ends it and lets go of its socket, in bounded time."""
+        """Ends it and closes its socket, in bounded time."""
         self.end("the connection to NATS was closed")
         if self._pulse is not None:
             self._pulse.cancel()
             await asyncio.gather(self._pulse, return_exceptions=True)
         client = self._client
-        # Its tasks may end in an error of the socket, which nobody else would ever retrieve.
+        # Its tasks may end in an error of the socket; unless retrieved here, asyncio logs each.
         tasks = [task for name in TASKS if (task := getattr(client, name)) is not None]
         ending = asyncio.gather(client.close(), *tasks, return_exceptions=True)
         with suppress(TimeoutError):
-            # It waits until all is sent, and a frozen server takes nothing.
+            # Its close waits until all is sent, and a frozen server takes nothing.
             async with asyncio.timeout(CLOSE_SECONDS):
                 await ending
         writer = getattr(getattr(client, TRANSPORT), WRITER, None)
@@ -141,39 +144,42 @@ class Session:
 
     @property
     def discovered(self) -> tuple[str, ...]:
-        """Host and port of the servers that this one has told of, itself included."""
+        """Host and port of the servers that this one has announced, itself included."""
         return tuple(uri.netloc for uri in self._client.discovered_servers)
 
     def new_inbox(self) -> str:
-        """A subject that nobody else listens to."""
+        """A subject that only this connection knows."""
         return self._client.new_inbox()
 
-    async def subscribe(self, subject: str, received: Received) -> Subscription:
-        """Hears messages of a subject, one after another, until unsubscribed or ended."""
+    async def subscribe(self, subject: str, on_message: OnNatsMessage) -> Subscription:
+        """Calls ``on_message`` for each message of a subject, one after another.
+
+        It goes on until ``unsubscribe``, or until the connection ends.
+        """
         self._check()
         try:
-            return await self._client.subscribe(subject, cb=received)
+            return await self._client.subscribe(subject, cb=on_message)
         except (nats.errors.Error, OSError) as exc:
             raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
 
     async def unsubscribe(self, subscription: Subscription) -> None:
-        """Hears no more of it; nothing to do where the session has ended."""
+        """Ends a subscription; nothing to do where the connection has ended."""
         if not self.ended.is_set():
             with suppress(nats.errors.Error, OSError):
                 await subscription.unsubscribe()
 
     async def settle(self) -> None:
         """Returns once the server has taken all that was sent before."""
-        # The library's own flush overtakes what it has not sent yet.
+        # Not the library's flush: its ping can overtake messages that are not sent yet.
         back = asyncio.Event()
 
-        async def heard(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             del message
             back.set()
 
         self.at_end(back.set)
         inbox = self.new_inbox()
-        subscription = await self.subscribe(inbox, heard)
+        subscription = await self.subscribe(inbox, on_message)
         try:
             await self.publish(inbox, b"")
             async with asyncio.timeout(DIAL_SECONDS):
@@ -187,7 +193,7 @@ class Session:
             await self.unsubscribe(subscription)
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:
-        """Sends a message that nobody confirms."""
+        """Sends a message; the server does not confirm it."""
         self._check()
         try:
             async with asyncio.timeout(DIAL_SECONDS):
@@ -208,7 +214,7 @@ class Session:
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         try:
-            # Not awaited itself: the library's own waiting may swallow that we are cancelled.
+            # Not awaited directly: the library's own waiting may swallow our cancellation.
             await asyncio.wait((asking,))
         finally:
             asking.cancel()
@@ -233,7 +239,7 @@ class Session:
     def _asked(self, asking: asyncio.Future[Msg]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            # Retrieved here too, for whoever was cancelled and does not look.
+            # Retrieved here too: a caller that was cancelled does not look at it.
             asking.exception()
 
     def _check(self) -> None:
@@ -246,16 +252,16 @@ class Session:
         )
 
     async def _erred(self, exc: Exception) -> None:
-        """The library's account of what went wrong, some of which ends the session."""
+        """Takes the library's errors; some of them end the connection."""
         if not self._dialled:
-            # One of two tries; what came of both is what ``dial`` raises.
+            # One of two tries; ``dial`` raises what came of both.
             return
         if isinstance(exc, ENDINGS):
             self.end(self._lost(exc))
         elif not isinstance(exc, nats.errors.Error):
-            # Not of the wire: one of our own callbacks raised, which none of them may.
+            # Not an error of the wire: a callback of this package raised, which it must not.
             asyncio.get_running_loop().call_exception_handler(
-                {"message": "hearing a message of another node failed", "exception": exc}
+                {"message": "a callback for a message of another node failed", "exception": exc}
             )
 
     async def _closed(self) -> None:

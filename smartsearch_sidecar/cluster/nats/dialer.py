@@ -1,10 +1,10 @@
-"""Whether the servers are reached: dials, dials again, and says when that changes.
+"""Dials the servers, dials again, and reports when the servers are lost or reached again.
 
-``connected`` is one rule over reasons why it should be False. Each has a grace of its own, because
-three servers of which one dies are to be noticed by nobody: another server is dialled within a
-pulse, while a new leader among them takes four to nine (NATS's own election, which cannot be
-set). A call that ran out of its time means the same as the longest grace: not connected, until a
-value has been written again. What a server without a quorum still reads out is no proof.
+``connected`` is one rule over the reasons why it should be False. Each reason has a grace of its
+own, because the death of one server of three must not show: another server is dialled within a
+pulse, while a new leader among them takes four to nine seconds (NATS's own election, which cannot
+be configured). A call that ran out of its time counts as the longest grace: not connected, until a
+value is written again. A read is no proof: a server without a quorum still answers reads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.bus import Linked
-from smartsearch_sidecar.cluster.nats.connection import Session
+from smartsearch_sidecar.cluster.bus import OnLink
+from smartsearch_sidecar.cluster.nats.connection import NatsConnection
 
 REDIAL_SECONDS: Final = 0.25
 """Between two rounds over all servers; short, as each round is a few packets."""
@@ -27,11 +27,11 @@ PAUSE_SECONDS: Final = (0.05, 0.5)
 """Between two tries of one call, from the first to the longest."""
 
 T = TypeVar("T")
-Attempt = Callable[[Session], Awaitable[T]]
+Attempt = Callable[[NatsConnection], Awaitable[T]]
 
 
-class Link:
-    """The way to the servers.
+class Dialer:
+    """Holds the one connection to the servers, and replaces it when it ends.
 
     Attributes:
         patience: the bound of every call, in seconds.
@@ -40,17 +40,17 @@ class Link:
     """
 
     def __init__(
-        self, urls: Sequence[str], name: str, linked: Linked, *, patience: float, pulse: float
+        self, urls: Sequence[str], name: str, on_link: OnLink, *, patience: float, pulse: float
     ) -> None:
-        # Nodes of one configuration spread over the servers.
+        # In an order of its own: nodes of one configuration spread over the servers.
         self._urls = random.sample(urls, len(urls))
         self._name = name
-        self._linked = linked
+        self._on_link = on_link
         self.patience = patience
         self.pulse = pulse
         self._tls: ssl.SSLContext | None = None
-        self._session: Session | None = None
-        self._arrived = asyncio.Event()
+        self._connection: NatsConnection | None = None
+        self._dialled = asyncio.Event()
         self._why = "no NATS server has been dialled yet"
         self._refused: errors.ClusterRefused | None = None
         self._prove: Attempt[None] | None = None
@@ -67,7 +67,7 @@ class Link:
 
     @property
     def servers(self) -> int:
-        """How many servers are known of, configured or told of by one another."""
+        """How many servers are known: configured, or announced by one of them."""
         return len(self._urls)
 
     async def dial(self) -> None:
@@ -77,28 +77,30 @@ class Link:
         self._keeping = asyncio.create_task(self._keep(self._tls))
 
     def begin(self, prove: Attempt[None]) -> None:
-        """From here on ``connected`` is told of, and ``prove`` asked after every new session."""
+        """From now on changes of ``connected`` are reported, and ``prove`` is called over every new
+        connection.
+        """
         self._prove = prove
         self._connected = True
-        # To have come here is proof.
+        # The run's streams were just made over this connection: that is the first proof.
         self._counts_from.pop("proof", None)
 
-    async def reach(self) -> Session:
-        """The session, as soon as there is one."""
+    async def reach(self) -> NatsConnection:
+        """The connection, as soon as there is one."""
         while True:
             if self._closed:
                 raise errors.CLUSTER_UNREACHABLE("the connection to NATS was closed")
             if self._refused is not None:
                 raise errors.CLUSTER_UNREACHABLE(self._refused.message)
-            if self._session is not None and not self._session.ended.is_set():
-                return self._session
-            self._arrived.clear()
-            await self._arrived.wait()
+            if self._connection is not None and not self._connection.ended.is_set():
+                return self._connection
+            self._dialled.clear()
+            await self._dialled.wait()
 
     async def call(self, attempt: Attempt[T], seconds: float | None = None) -> T:
-        """What ``attempt`` returns, tried again over new sessions and leaders within the bound.
+        """What ``attempt`` returns, tried again over new connections and leaders within the bound.
 
-        Only for what may be done twice: a read, or a write that names itself to the servers.
+        Only for what may be done twice: a read, or a write with an id that the servers remember.
 
         Raises:
             ClusterUnreachable: within ``seconds`` (``patience`` by default); whether a write has
@@ -109,17 +111,17 @@ class Link:
         try:
             async with asyncio.timeout(self.patience if seconds is None else seconds):
                 while True:
-                    session = await self.reach()
+                    connection = await self.reach()
                     try:
-                        return await attempt(session)
+                        return await attempt(connection)
                     except errors.ClusterUnreachable as exc:
                         why = exc.message
                     await asyncio.sleep(pause)
                     pause = min(longest, 1.5 * pause)
         except TimeoutError:
-            # Whoever is refused for want of an answer finds ``connected`` False.
-            if self._session is None:
-                self.note("session", 0)
+            # Whenever this raises, ``connected`` is False: the caller's refusal names the servers.
+            if self._connection is None:
+                self.note("connection", 0)
             else:
                 self.note("proof", 0)
                 self._doubted.set()
@@ -140,15 +142,15 @@ class Link:
             self._weigh()
 
     def clear(self, reason: Hashable) -> None:
-        """It is well again."""
+        """The reason does not hold any more."""
         if self._counts_from.pop(reason, None) is not None:
             self._weigh()
 
     async def close(self) -> None:
-        """Ends it all; nothing more is told."""
+        """Ends the connection; no change of ``connected`` is reported any more."""
         self._closed = True
         self._connected = False
-        self._arrived.set()
+        self._dialled.set()
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -160,56 +162,60 @@ class Link:
         now = asyncio.get_running_loop().time()
         if self._connected and any(at <= now for at in self._counts_from.values()):
             self._connected = False
-            self._linked(False)
+            self._on_link(False)
         elif not self._connected and not self._counts_from:
             self._connected = True
-            self._linked(True)
+            self._on_link(True)
 
     async def _keep(self, tls: ssl.SSLContext) -> None:
         while True:
-            session = await self._dial(tls)
-            self._session = session
-            self._learn(session)
-            self._arrived.set()
-            self.clear("session")
-            proving = asyncio.create_task(self._proving(session))
+            connection = await self._dial(tls)
+            self._connection = connection
+            self._learn(connection)
+            self._dialled.set()
+            self.clear("connection")
+            proving = asyncio.create_task(self._proving(connection))
             try:
-                await session.ended.wait()
+                await connection.ended.wait()
             finally:
-                self._session = None
+                self._connection = None
                 proving.cancel()
                 await asyncio.gather(proving, return_exceptions=True)
-                self.note("session", self.pulse)
+                self.note("connection", self.pulse)
                 self.note("proof", self.patience)
-                await session.close()
-            self._why = session.why
-            # The one that was lost is the last to be tried again.
-            self._urls.remove(session.url)
-            self._urls.append(session.url)
+                await connection.close()
+            self._why = connection.why
+            # The server that was lost is the last to be tried again.
+            self._urls.remove(connection.url)
+            self._urls.append(connection.url)
 
-    async def _dial(self, tls: ssl.SSLContext) -> Session:
+    async def _dial(self, tls: ssl.SSLContext) -> NatsConnection:
         while True:
             for url in tuple(self._urls):
                 try:
-                    return await Session.dial(url, name=self._name, tls=tls, pulse=self.pulse)
+                    return await NatsConnection.dial(
+                        url, name=self._name, tls=tls, pulse=self.pulse
+                    )
                 except errors.ClusterUnreachable as exc:
                     self._why = exc.message
             await asyncio.sleep(REDIAL_SECONDS)
 
-    def _learn(self, session: Session) -> None:
-        """Servers of the same cluster that this one tells of, to be tried after the configured."""
-        parts = urlsplit(session.url)
+    def _learn(self, connection: NatsConnection) -> None:
+        """Adds the servers that this one announces, to be tried after the configured ones."""
+        parts = urlsplit(connection.url)
         if parts.scheme != "nats":
             # A certificate names the host that was configured, not what servers call each other.
             return
         known = {urlsplit(url).netloc.rpartition("@")[2] for url in self._urls}
         credentials, at, _ = parts.netloc.rpartition("@")
         self._urls += [
-            f"nats://{credentials}{at}{place}" for place in session.discovered if place not in known
+            f"nats://{credentials}{at}{place}"
+            for place in connection.discovered
+            if place not in known
         ]
 
-    async def _proving(self, session: Session) -> None:
-        """Holds that values can be written over this session, whenever there is doubt."""
+    async def _proving(self, connection: NatsConnection) -> None:
+        """Checks that values can be written over this connection, whenever that is in doubt."""
         while True:
             if self._prove is not None and "proof" in self._counts_from:
                 self._doubted.clear()
@@ -220,8 +226,8 @@ class Link:
                     self.note("proof", 0)
                     return
                 except errors.ClusterUnreachable:
-                    # This server may be on the wrong side of a split: another one may be not.
-                    session.end("the NATS server has no quorum")
+                    # This server may be on the wrong side of a split; another may have a quorum.
+                    connection.end("the NATS server has no quorum")
                     return
                 self.clear("proof")
             await self._doubted.wait()

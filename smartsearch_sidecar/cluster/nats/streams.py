@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.nats.connection import Session
+from smartsearch_sidecar.cluster.nats.connection import NatsConnection
 
 REQUEST_SECONDS: Final = 1.0
-"""What one try may take; the servers answer in milliseconds, or have no leader to answer."""
+"""What one try may take. The servers answer in milliseconds, unless they have no leader."""
 
 DUPLICATE_SECONDS: Final = 120
 """How long the servers know a write's id; longer than any call tries."""
@@ -20,7 +20,7 @@ DUPLICATE_SECONDS: Final = 120
 NANOSECONDS: Final = 1_000_000_000
 REPLICAS: Final = 3
 
-# JetStream's numbers for what is no fault here.
+# JetStream's numbers of errors that are expected here.
 NOT_FOUND: Final = 10037
 OTHER_CONFIGURATION: Final = 10058
 NOT_CLUSTERED: Final = 10074
@@ -28,7 +28,7 @@ NO_PEERS: Final = 10005
 
 
 async def api(
-    session: Session,
+    connection: NatsConnection,
     subject: str,
     body: bytes | dict[str, Any],
     *,
@@ -37,7 +37,7 @@ async def api(
 ) -> dict[str, Any]:
     """One request of JetStream's; an error other than those expected is ``ClusterUnreachable``."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode("ascii")
-    answer = await session.request(subject, data, seconds=REQUEST_SECONDS, headers=headers)
+    answer = await connection.request(subject, data, seconds=REQUEST_SECONDS, headers=headers)
     error = answer.get("error")
     if error and error.get("err_code") not in expected:
         raise errors.CLUSTER_UNREACHABLE(
@@ -46,10 +46,12 @@ async def api(
     return answer
 
 
-async def last_message(session: Session, stream: str, subject: str) -> dict[str, Any] | None:
+async def last_message(
+    connection: NatsConnection, stream: str, subject: str
+) -> dict[str, Any] | None:
     """The last message of a subject, which may have wildcards; asked of the stream's leader."""
     answer = await api(
-        session,
+        connection,
         f"$JS.API.STREAM.MSG.GET.{stream}",
         {"last_by_subj": subject},
         expected=(NOT_FOUND,),
@@ -63,16 +65,21 @@ def decoded(message: dict[str, Any], field: str) -> bytes:
 
 
 class Stream(NamedTuple):
-    """One stream by its names: what is written to it, and what is sent on once it is kept."""
+    """One stream by its names.
+
+    Attributes:
+        subjects: what is written to it.
+        sent_on_subjects: where the servers send each message on once it is kept.
+    """
 
     name: str
     subjects: str
-    told_subjects: str
+    sent_on_subjects: str
     config: dict[str, Any]
 
     def below(self, subject: str) -> str:
-        """A subject of either kind without what all of its kind begin with."""
-        for subjects in (self.subjects, self.told_subjects):
+        """A subject of either kind without its prefix; a key of the bucket, for the bucket."""
+        for subjects in (self.subjects, self.sent_on_subjects):
             if subject.startswith(prefix := subjects.removesuffix(">")):
                 return subject.removeprefix(prefix)
         return subject
@@ -86,18 +93,18 @@ class Streams:
         self.keys = _stream(
             f"KV_{bucket}",
             f"$KV.{bucket}.>",
-            f"smartsearch.{run_id}.told.keys.>",
+            f"smartsearch.{run_id}.sent.keys.>",
             {"max_msgs_per_subject": 1},
         )
         self.answers = _stream(
             f"{bucket}-answers",
             f"smartsearch.{run_id}.answers",
-            f"smartsearch.{run_id}.told.answers",
+            f"smartsearch.{run_id}.sent.answers",
             {},
         )
         self._made: dict[str, str] = {}
 
-    async def make(self, session: Session, replicas: int | None, servers: int) -> None:
+    async def make(self, connection: NatsConnection, replicas: int | None, servers: int) -> None:
         """Makes both, or finds them as another node has made them.
 
         Raises:
@@ -105,36 +112,37 @@ class Streams:
             ClusterRefused: a stream of that name is not one of ours.
         """
         for stream in (self.keys, self.answers):
-            self._made[stream.name] = await _make(session, stream, replicas, servers)
+            self._made[stream.name] = await _make(connection, stream, replicas, servers)
 
-    async def prove(self, session: Session) -> None:
-        """Holds that both are the ones this node began with, and that they can be written.
+    async def prove(self, connection: NatsConnection) -> None:
+        """Checks that both are the streams this node began with, and that they can be written.
 
         Raises:
-            ClusterUnreachable: no proof; a server without a quorum still reads, and writes not.
+            ClusterUnreachable: no proof. Only a write proves it: a server without a quorum still
+                answers reads.
             ClusterRefused: they were made anew, so what the nodes had agreed on is gone.
         """
         for name, made in self._made.items():
-            info = await api(session, f"$JS.API.STREAM.INFO.{name}", b"")
+            info = await api(connection, f"$JS.API.STREAM.INFO.{name}", b"")
             if info.get("created") != made:
                 raise errors.CLUSTER_REFUSED(
                     f"the NATS stream {name} was made anew while the run went on: what the nodes "
                     "had agreed on is gone, and the run cannot go on"
                 )
         headers = {"Nats-Msg-Id": secrets.token_hex(16)}
-        await api(session, self.key("link"), b"", headers=headers)
+        await api(connection, self.key("link"), b"", headers=headers)
 
     def key(self, key: str) -> str:
         """The subject of a key."""
         return self.keys.subjects.removesuffix(">") + key
 
 
-def _stream(name: str, subjects: str, told_subjects: str, more: dict[str, Any]) -> Stream:
+def _stream(name: str, subjects: str, sent_on_subjects: str, more: dict[str, Any]) -> Stream:
     config = {
         **more,
         "name": name,
         "subjects": [subjects],
-        "republish": {"src": subjects, "dest": told_subjects},
+        "republish": {"src": subjects, "dest": sent_on_subjects},
         "storage": "file",
         "retention": "limits",
         "discard": "new",
@@ -144,20 +152,22 @@ def _stream(name: str, subjects: str, told_subjects: str, more: dict[str, Any]) 
         # For reading many at once; a single value is always asked of the leader.
         "allow_direct": True,
     }
-    return Stream(name, subjects, told_subjects, config)
+    return Stream(name, subjects, sent_on_subjects, config)
 
 
-async def _make(session: Session, stream: Stream, replicas: int | None, servers: int) -> str:
-    """Makes one stream where there is none; when it was made."""
+async def _make(
+    connection: NatsConnection, stream: Stream, replicas: int | None, servers: int
+) -> str:
+    """Makes one stream where there is none; returns when it was made."""
     subject = f"$JS.API.STREAM.CREATE.{stream.name}"
     expected = (OTHER_CONFIGURATION, NOT_CLUSTERED, NO_PEERS)
     answer: dict[str, Any] = {}
     error: dict[str, Any] = {}
-    # Three, unless the servers are known to be fewer. One of three that is only down for now
-    # is waited for: a run kept by two would stop with the first of them that dies.
+    # Three, unless fewer servers are known. Where one of three is only down for now, this waits for
+    # it: a run kept by two would stop with the first of them that dies.
     for count in (replicas or REPLICAS, min(servers, 2), 1):
         body = {**stream.config, "num_replicas": count}
-        answer = await api(session, subject, body, expected=expected)
+        answer = await api(connection, subject, body, expected=expected)
         error = answer.get("error", {})
         alone = error.get("err_code") == NOT_CLUSTERED
         few = error.get("err_code") == NO_PEERS and servers < REPLICAS
@@ -166,7 +176,7 @@ async def _make(session: Session, stream: Stream, replicas: int | None, servers:
     if error and error["err_code"] != OTHER_CONFIGURATION:
         raise errors.CLUSTER_UNREACHABLE(f"JetStream cannot keep the run: {error['description']}")
     if error:
-        answer = await api(session, f"$JS.API.STREAM.INFO.{stream.name}", b"")
+        answer = await api(connection, f"$JS.API.STREAM.INFO.{stream.name}", b"")
         if any(answer["config"].get(key) != value for key, value in stream.config.items()):
             raise errors.CLUSTER_REFUSED(
                 f"the NATS servers hold a stream {stream.name} that this version has not made: "

@@ -1,26 +1,28 @@
-"""Digests of answers between nodes: the message, the backlog, and the wait for an unknown one."""
+"""Digests of answers between nodes: the message, the backlog, the stream as one node uses it."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster import digests
-from smartsearch_sidecar.cluster.digests import (
+from smartsearch_sidecar.cluster import answer_digests
+from smartsearch_sidecar.cluster.answer_digests import (
     BACKLOG_MAX,
     BATCH_MAX,
     BATCH_SECONDS,
+    AnswerStream,
     Backlog,
-    Decision,
-    Search,
     Watermark,
     decode_batch,
     encode_batch,
-    lacking,
 )
+from smartsearch_sidecar.cluster.bus import OnMessage
 from smartsearch_sidecar.reward.provenance import DIGEST_BYTES, block_digest
+from tests.fakes.bus import Ground, MemoryBus
+from tests.fakes.cluster_run import until
 
 
 def digest(number: int) -> bytes:
@@ -33,7 +35,7 @@ def digest(number: int) -> bytes:
 
 def test_a_digest_is_what_provenance_makes() -> None:
     """Both rooms, which may not know each other, mean the same 16 bytes."""
-    assert digests.DIGEST_BYTES == DIGEST_BYTES == len(block_digest("<result>x\n</result>"))
+    assert answer_digests.DIGEST_BYTES == DIGEST_BYTES == len(block_digest("<result>x\n</result>"))
 
 
 def test_the_bytes_of_a_message_are_pinned() -> None:
@@ -73,7 +75,7 @@ def test_no_other_message_is_made(parts: list[bytes]) -> None:
 # --- publishing -----------------------------------------------------------------------------------
 
 
-def test_a_digest_waits_for_company_only_so_long() -> None:
+def test_a_digest_waits_for_others_only_so_long() -> None:
     """The first digest of a batch sets the time; those that follow go with it."""
     backlog = Backlog()
     assert backlog.due(0.0) is None
@@ -126,7 +128,7 @@ def test_an_unconfirmed_message_goes_again_and_first() -> None:
 
 
 def test_a_failed_message_is_due_by_its_own_age() -> None:
-    """What failed is old already: it is not made to wait for company again."""
+    """What failed is old already: it does not wait for others again."""
     backlog = Backlog()
     backlog.add(digest(1), 10.0)
     backlog.take()
@@ -159,24 +161,14 @@ def test_only_what_is_under_way_is_settled() -> None:
         backlog.add(b"short", 0.0)
 
 
-def test_a_resumed_node_publishes_what_the_stream_lacks() -> None:
-    """Each of its own digests that nobody could have read comes out, once."""
-    known = {digest(1), digest(3)}
-    found = []
-    for one in lacking(map(digest, (1, 2, 3, 2, 4)), lambda one: one in known):
-        known.add(one)
-        found.append(one)
-    assert found == [digest(2), digest(4)]
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
 def test_the_watermark_is_the_last_message_read() -> None:
-    """Messages told again after a reconnect are not news; the empty stream is read already."""
+    """Messages that come again after a reconnect are not news; the empty stream is read already."""
     mark = Watermark()
     assert mark.reached(0)
-    assert [mark.told(sequence) for sequence in (1, 2, 2, 1, 3)] == [
+    assert [mark.advance(sequence) for sequence in (1, 2, 2, 1, 3)] == [
         True,
         True,
         False,
@@ -191,29 +183,94 @@ def test_the_watermark_is_the_last_message_read() -> None:
 def test_messages_that_never_come_are_counted() -> None:
     """A stream that lost messages proves nothing any more."""
     mark = Watermark()
-    mark.told(1)
-    mark.told(4)
+    mark.advance(1)
+    mark.advance(4)
     assert mark.missed == 2
 
 
-@pytest.mark.parametrize(
-    "known, over, far, missed",
-    list(itertools.product((True, False), (True, False), ("unknown", "short", "there"), (0, 1))),
-)
-def test_every_cell_of_the_wait(known: bool, over: bool, far: str, missed: int) -> None:
-    """A reward is refused only where nobody can have given the answer; else nothing is proven."""
-    mark = Watermark()
-    for sequence in (1, 3) if missed else (1, 2, 3):
-        mark.told(sequence)
-    search = Search(100.0, 5.0)
-    if far != "unknown":
-        search.stream_ends(3 if far == "there" else 4)
-    if known:
-        expected = Decision.KNOWN
-    elif not over:
-        expected = Decision.WAIT
-    elif far == "there" and not missed:
-        expected = Decision.REFUSE
-    else:
-        expected = Decision.UNREACHABLE
-    assert search.decide(105.0 if over else 104.9, mark, known=known) is expected
+# --- the stream -----------------------------------------------------------------------------------
+
+ONE, TWO = b"1" * 16, b"2" * 16
+
+
+class Behind(MemoryBus):
+    """A node whose messages come when the test hands them over."""
+
+    def __init__(self, ground: Ground) -> None:
+        super().__init__(ground, lambda _: None, "behind")
+        self.hand: OnMessage = lambda _sequence, _data: None
+
+    async def read(self, on_message: OnMessage) -> None:
+        self.hand = on_message
+
+
+class Reader:
+    """A stream under test, and what it told."""
+
+    def __init__(self) -> None:
+        self.ground = Ground(patience=0.05)
+        self.bus = Behind(self.ground)
+        self.ground.buses.append(self.bus)
+        self.learnt: list[bytes] = []
+        self.broken: list[errors.SidecarError] = []
+        self.stream = AnswerStream(
+            self.bus, on_digest=self.learnt.append, on_failure=self.broken.append
+        )
+
+
+@pytest.fixture
+async def reader() -> AsyncIterator[Reader]:
+    """A stream that reads and publishes."""
+    found = Reader()
+    await found.stream.begin()
+    task = asyncio.create_task(found.stream.run())
+    yield found
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_read_up_waits_for_what_was_there(reader: Reader) -> None:
+    """A call for everything up to now waits for the last message there is, and no longer."""
+    first, second = encode_batch([ONE]), encode_batch([TWO])
+    reader.ground.append(first)
+    reader.ground.append(second)
+    waiting = asyncio.create_task(reader.stream.read_up())
+    await asyncio.sleep(0.01)
+    reader.bus.hand(1, first)
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    reader.bus.hand(2, second)
+    await waiting
+    assert reader.learnt == [ONE, TWO]
+    reader.bus.hand(2, second)  # told again after a reconnect
+    assert reader.learnt == [ONE, TWO]
+
+
+async def test_a_gap_is_no_proof(reader: Reader) -> None:
+    """A message that never came leaves open whether an answer was given."""
+    for data in (encode_batch([ONE]), encode_batch([TWO])):
+        reader.ground.append(data)
+    reader.bus.hand(2, encode_batch([TWO]))
+    with pytest.raises(errors.ClusterUnreadable, match="never came"):
+        await reader.stream.read_up()
+
+
+async def test_what_is_no_message_is_told(reader: Reader) -> None:
+    """Bytes that no node of this version writes are a failure of the run, and named."""
+    reader.bus.hand(1, b"something else")
+    assert [type(exc) for exc in reader.broken] == [errors.ClusterUnreadable]
+
+
+async def test_published_means_kept(reader: Reader) -> None:
+    """Published is said once the servers have kept all that was added, also over a lost link."""
+    reader.bus.cut()
+    reader.stream.add(ONE)
+    waiting = asyncio.create_task(reader.stream.published())
+    await until(lambda: reader.stream.waiting == 1)
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    reader.bus.mend()
+    await waiting
+    assert reader.ground.messages == [encode_batch([ONE])]
+    assert reader.stream.waiting == 0
+    await reader.stream.published()

@@ -1,4 +1,4 @@
-"""What a node says of itself to the others: two small values and their bytes."""
+"""What a node publishes about itself: two small values and their bytes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unr
 
 _KEYS: Final = frozenset(
     {
-        *("instance", "restarts", "beat", "word", "ended", "admitted"),
+        *("instance", "restarts", "beat", "status", "ended", "admitted"),
         *("counts", "seq", "head", "cause"),
     }
 )
 
 
 class RunStatus(enum.StrEnum):
-    """How a node, or the run, is: DESIGN section 9."""
+    """How a node, or the whole run, is."""
 
     HEALTHY = "healthy"
+    """The latch is open, everything is settled, the ledger can be written, identities hold."""
     PENDING = "pending"
+    """The same, but with work in flight, or with something about a node not known."""
     FAILED = "failed"
+    """The latch is closed, or has to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +35,20 @@ class NodeState:
 
     Attributes:
         instance: the run directory's own random id: a resumed directory is the same node.
-        restarts, beat: the node's restarts, and its words since then, each another number: the
-            pair only grows, which tells news from what was told before.
-        ended: closed cleanly; this is its last word until it resumes.
+        restarts, beat: the node's restarts, and the number of this state since the last of them.
+            The pair only grows, so a state that is delivered twice is recognised as old.
+        status: how the node is.
+        ended: closed cleanly; this is its last state until it resumes.
         admitted: whether it has ever admitted anything.
         counts: whole numbers for the page, by name.
-        seq, head: the journal's last record.
-        cause: why it failed; present exactly where ``word`` is ``failed``.
+        seq, head: sequence number and sum of the journal's last record.
+        cause: why it failed; present exactly where ``status`` is ``failed``.
     """
 
     instance: str
     restarts: int
     beat: int
-    word: RunStatus
+    status: RunStatus
     ended: bool
     admitted: bool
     counts: Mapping[str, int]
@@ -53,13 +57,13 @@ class NodeState:
     cause: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.cause is not None) is not (self.word is RunStatus.FAILED):
+        if (self.cause is not None) is not (self.status is RunStatus.FAILED):
             raise errors.INTERNAL_ERROR("a node states a cause exactly when it has failed")
-        if self.ended and self.word is RunStatus.PENDING:
+        if self.ended and self.status is RunStatus.PENDING:
             raise errors.INTERNAL_ERROR("a node with work in flight has not ended")
         whole = (self.restarts, self.beat, self.seq, *self.counts.values())
         if any(type(number) is not int or number < 0 for number in whole):
-            raise errors.INTERNAL_ERROR("a node's state holds a number that counts nothing")
+            raise errors.INTERNAL_ERROR("a number in a node's state is not a count")
 
     def encode(self) -> bytes:
         """Canonical bytes."""
@@ -68,7 +72,7 @@ class NodeState:
                 "instance": self.instance,
                 "restarts": self.restarts,
                 "beat": self.beat,
-                "word": self.word.value,
+                "status": self.status.value,
                 "ended": self.ended,
                 "admitted": self.admitted,
                 "counts": dict(self.counts),
@@ -83,15 +87,15 @@ class NodeState:
         """Reads exactly what ``encode`` writes. Raises ``ClusterUnreadable`` for anything else."""
         what = "a node's state"
         value = _object(data, what, _KEYS)
-        texts = [value["instance"], value["head"], value["word"]]
+        texts = [value["instance"], value["head"], value["status"]]
         texts += [] if value["cause"] is None else [value["cause"]]
         flags = (value["ended"], value["admitted"])
         if any(type(text) is not str for text in texts) or type(value["counts"]) is not dict:
             raise unreadable(what, "a text or the counts are of the wrong type")
-        if value["word"] not in set(RunStatus) or any(type(flag) is not bool for flag in flags):
-            raise unreadable(what, "its word or a flag is none")
+        if value["status"] not in set(RunStatus) or any(type(flag) is not bool for flag in flags):
+            raise unreadable(what, "its status or a flag has another value")
         try:
-            return cls(**{**value, "word": RunStatus(value["word"])})
+            return cls(**{**value, "status": RunStatus(value["status"])})
         except errors.InvariantBroken as exc:
             raise unreadable(what, exc.message) from None
 
@@ -112,11 +116,11 @@ class Registration:
         what = "a node's registration"
         value = _object(data, what, frozenset({"instance"}))
         if type(value["instance"]) is not str:
-            raise unreadable(what, "its instance is no text")
+            raise unreadable(what, "its instance is not text")
         return cls(value["instance"])
 
     def require(self, name: str, instance: str) -> None:
-        """Raises ``ClusterRefused`` where the name is not that of ``instance``."""
+        """Raises ``ClusterRefused`` where the name belongs to another than ``instance``."""
         if self.instance != instance:
             raise errors.CLUSTER_REFUSED(
                 f"another run directory has joined this run as node {name}: give each node a "

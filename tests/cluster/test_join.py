@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.agreement import (
+from smartsearch_sidecar.cluster.canonical import (
+    DEPTH_MAX,
+    VALUE_BYTES_MAX,
+    canonical,
+    read_canonical,
+)
+from smartsearch_sidecar.cluster.join import (
     capability_digest,
     decode_identities,
     differences,
     encode_identities,
     require_agreement,
     sentence,
-)
-from smartsearch_sidecar.cluster.canonical import (
-    DEPTH_MAX,
-    VALUE_BYTES_MAX,
-    canonical,
-    read_canonical,
 )
 
 OURS: dict[str, Any] = {
@@ -84,7 +84,7 @@ def test_one_is_not_true() -> None:
 
 
 def test_the_sentence_shows_both_sides_and_shortens_digests() -> None:
-    """Whoever reads it knows which index lies where, and no whole digest is in the way."""
+    """It names the values of both sides, and shows no digest in full."""
     said = sentence("n2", OURS, changed(profile="reference", retrieval={"corpus_sha256": "f" * 64}))
     assert said == (
         "node n2 differs from the run's first node in "
@@ -150,7 +150,7 @@ def test_identities_are_an_object(data: bytes) -> None:
 
 
 def test_equal_values_are_equal_bytes() -> None:
-    """Whatever order a value was made in, it is written in one."""
+    """A value is written in one order of keys, in whichever it was made."""
     assert canonical({"b": [1, None, True], "a": {"ü": "x"}}) == canonical(
         {"a": {"ü": "x"}, "b": [1, None, True]}
     )

@@ -1,0 +1,264 @@
+"""Digests of the answers of all nodes: what is published when, and how far the others are read.
+
+Theory. An answer handed over on one node may come back in a rollout that is scored on another. So
+every node publishes the 16-byte digest of each answer to one stream, in batches, and reads the
+whole stream from its first message. The stream is used as a set: a digest twice is one digest, and
+order means nothing, so a batch whose publication was not confirmed is published again.
+
+A block of a rollout is unknown here for one of three reasons: no node of the run gave that answer;
+the node that gave it has not published it yet; or it is published and not read here yet. Only the
+first is the rollout's fault. ``live_poll.LivePoll.answers_known`` rules out the other two, in that
+order: it asks every node to publish what it has added (``AnswerStream.published``), then reads the
+stream to its end (``AnswerStream.read_up``). The table of what follows stands there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
+from smartsearch_sidecar.cluster.canonical import unreadable
+
+DIGEST_BYTES: Final = 16
+BATCH_MAX: Final = 1024
+"""Digests of one message: 16 KiB, far below what a server takes, and more than 20 ms bring."""
+BATCH_SECONDS: Final = 0.02
+"""How long a digest waits for others to share its message: at most 50 messages a second and node.
+"""
+BACKLOG_MAX: Final = 65_536
+"""Digests that wait to be published: 1 MiB. A lease bounds them far below while NATS is away."""
+
+_MARK: Final = b"SSD1"
+_WHAT: Final = "a message of digests"
+
+
+# --- the message ----------------------------------------------------------------------------------
+
+
+def encode_batch(digests: Iterable[bytes]) -> bytes:
+    """A message: a mark of its format, then 1 to ``BATCH_MAX`` digests end to end."""
+    parts = list(digests)
+    if not 1 <= len(parts) <= BATCH_MAX or any(len(part) != DIGEST_BYTES for part in parts):
+        raise errors.INTERNAL_ERROR(
+            f"a message holds 1 to {BATCH_MAX} digests of {DIGEST_BYTES} bytes each, not these "
+            f"{len(parts)}"
+        )
+    return _MARK + b"".join(parts)
+
+
+def decode_batch(data: bytes) -> list[bytes]:
+    """Reads exactly what ``encode_batch`` writes. Raises ``ClusterUnreadable``."""
+    count, rest = divmod(len(data) - len(_MARK), DIGEST_BYTES)
+    if data[: len(_MARK)] != _MARK:
+        raise unreadable(_WHAT, "it has another mark")
+    if rest or not 1 <= count <= BATCH_MAX:
+        raise unreadable(_WHAT, f"{len(data)} bytes are not a whole number of digests")
+    return [data[at : at + DIGEST_BYTES] for at in range(len(_MARK), len(data), DIGEST_BYTES)]
+
+
+# --- publishing -----------------------------------------------------------------------------------
+
+
+class Backlog:
+    """Digests on their way out: at most one message under way, the rest waits in order.
+
+    ``take`` a message when ``due``, publish it, then call ``kept`` or ``failed``. Times are seconds
+    of the node's monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque()
+        self._oldest_at = 0.0
+        self._under_way: list[bytes] = []
+        self._under_way_since = 0.0
+        self.published = 0
+        self.messages = 0
+
+    def __len__(self) -> int:
+        """Digests that the stream is not known to have."""
+        return len(self._waiting) + len(self._under_way)
+
+    def add(self, digest: bytes, now: float) -> None:
+        """An answer is about to be handed over.
+
+        Raises ``ClusterUnreachable`` where the backlog is full: a digest is never dropped, because
+        its answer would be refused on another node.
+        """
+        if len(digest) != DIGEST_BYTES:
+            raise errors.INTERNAL_ERROR(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+        if len(self) >= BACKLOG_MAX:
+            raise errors.CLUSTER_UNREACHABLE(
+                f"{BACKLOG_MAX} digests of answers wait to be published: the NATS servers are "
+                "not reached, or slower than this node answers"
+            )
+        if not self._waiting:
+            self._oldest_at = now
+        self._waiting.append(digest)
+
+    def due(self, now: float) -> float | None:
+        """Seconds until there is a message to ``take``; ``None`` where time alone brings none."""
+        if self._under_way or not self._waiting:
+            return None
+        if len(self._waiting) >= BATCH_MAX:
+            return 0.0
+        return max(0.0, self._oldest_at + BATCH_SECONDS - now)
+
+    def take(self) -> bytes:
+        """The next message; it is under way until ``kept`` or ``failed``."""
+        if self._under_way or not self._waiting:
+            raise errors.INTERNAL_ERROR("there is no message of digests to publish")
+        count = min(BATCH_MAX, len(self._waiting))
+        self._under_way_since = self._oldest_at
+        self._under_way = [self._waiting.popleft() for _ in range(count)]
+        return encode_batch(self._under_way)
+
+    def kept(self) -> None:
+        """The stream has the message. What waits is due by its age: it may be due at once."""
+        self._require_under_way()
+        self.published += len(self._under_way)
+        self.messages += 1
+        self._under_way = []
+
+    def failed(self) -> None:
+        """It is not known whether the stream has the message: it is published again, first."""
+        self._require_under_way()
+        self._waiting.extendleft(reversed(self._under_way))
+        self._oldest_at = self._under_way_since
+        self._under_way = []
+
+    def _require_under_way(self) -> None:
+        if not self._under_way:
+            raise errors.INTERNAL_ERROR("no message of digests is under way")
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Watermark:
+    """How far the stream has been read. Its messages are numbered from 1 without gaps."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.missed = 0
+        """Messages that never came: the stream was cut, and answers may stay unknown."""
+
+    def advance(self, sequence: int) -> bool:
+        """A message arrived; ``False`` where it was read before, as after a reconnect."""
+        if sequence <= self.read:
+            return False
+        self.missed += sequence - self.read - 1
+        self.read = sequence
+        return True
+
+    def reached(self, last: int) -> bool:
+        """Whether everything up to message ``last`` has been read."""
+        return self.read >= last
+
+
+# --- the stream -----------------------------------------------------------------------------------
+
+
+class AnswerStream:
+    """The run's stream of digests, as one node writes and reads it. Called on the loop."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        on_digest: Callable[[bytes], None],
+        on_failure: Callable[[errors.SidecarError], None],
+    ) -> None:
+        """``on_digest`` receives every digest read; ``on_failure`` why one cannot be read."""
+        self._bus = bus
+        self._on_digest = on_digest
+        self._on_failure = on_failure
+        self._backlog = Backlog()
+        self._added = 0
+        self._news = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._read = Watermark()
+
+    @property
+    def waiting(self) -> int:
+        """Digests that the stream is not known to have."""
+        return len(self._backlog)
+
+    def add(self, digest: bytes) -> None:
+        """An answer of this node is about to be handed over. Raises ``ClusterUnreachable`` where
+        too many wait already.
+        """
+        self._backlog.add(digest, asyncio.get_running_loop().time())
+        self._added += 1
+        self._news.set()
+
+    async def begin(self) -> None:
+        """Starts to read, from the first message on."""
+        await self._bus.read(self._on_message)
+
+    def _on_message(self, sequence: int, data: bytes) -> None:
+        try:
+            if self._read.advance(sequence):
+                for digest in decode_batch(data):
+                    self._on_digest(digest)
+        except errors.SidecarError as exc:
+            self._on_failure(exc)
+        self._wake()
+
+    async def run(self) -> None:
+        """Publishes what is added, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            seconds = self._backlog.due(loop.time())
+            if seconds is None:
+                await self._news.wait()
+                self._news.clear()
+                continue
+            await asyncio.sleep(seconds)
+            message = self._backlog.take()
+            try:
+                await self._bus.publish(message)
+            except errors.ClusterUnreachable:
+                self._backlog.failed()
+                await asyncio.sleep(RETRY_SECONDS)
+            except BaseException:
+                self._backlog.failed()
+                raise
+            else:
+                self._backlog.kept()
+                self._wake()
+
+    async def published(self) -> None:
+        """Returns once the stream has everything that was added by now."""
+        added = self._added
+        await self._until(lambda: self._backlog.published >= added)
+
+    async def read_up(self) -> None:
+        """Returns once everything that the stream holds by now has been read here.
+
+        Raises ``ClusterUnreadable`` where messages are missing: then a digest that is unknown here
+        may still be an answer of the run.
+        """
+        last = await self._bus.last()
+        await self._until(lambda: self._read.reached(last))
+        if self._read.missed:
+            raise errors.CLUSTER_UNREADABLE(
+                f"{self._read.missed} messages of answers never came: the stream was cut"
+            )
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,234 @@
+"""How a node joins a run: it equals the other nodes, is within their number, and has a free name.
+
+In this order, and before anything of the run is written: ``agree``, join the leases
+(``quota_leases.joined``), ``register``. A node that is refused takes no place of the run, and its
+name stays free.
+
+**agree.** The first node of a run writes down its identities; each later one compares its own and
+is refused by the names of what differs. Every client of the servers can read them, so no capability
+and no reference answer belongs among them, only digests (``capability_digest``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.bus import Bus
+from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
+from smartsearch_sidecar.cluster.node_state import Registration
+from smartsearch_sidecar.cluster.quota_leases import Amounts
+from smartsearch_sidecar.config import Config
+
+AGREEMENT: Final = "agreement"
+REGISTERED: Final = "node"
+WITHDRAWN: Final = ""
+"""The instance of a name whose run was never begun: any node may take it."""
+
+# What each node may have of its own. Paths and addresses name places; what is there is named by
+# digest. Capabilities are compared by digest, below.
+OWN_KEYS: Final = frozenset(
+    {
+        "cluster.node",
+        "run.directory",
+        "run.previous",
+        "server.host",
+        "server.probe_host",
+        "server.probe_port",
+        "retrieval.bm25.index",
+        "retrieval.flashrag.url",
+        "retrieval.flashrag.canaries",
+        "reward.checkout",
+        "reward.source",
+        "reward.references.train",
+        "reward.references.validation",
+        "reward.helper.url",
+    }
+)
+
+_SHOWN_MAX: Final = 6
+"""Differences of which both sides are shown; where there are more, each is only named."""
+_DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
+_TEXT_MAX: Final = 40
+_ABSENT: Final = "nothing"
+_WHAT: Final = "what the run's first node is"
+
+
+# --- the three steps over the bus -----------------------------------------------------------------
+
+
+async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
+    """Raises ``ClusterRefused`` that names what differs from the run's first node."""
+    if await bus.create(AGREEMENT, encode_identities(ours)):
+        return
+    entry = await bus.get(AGREEMENT)
+    if entry is None:
+        raise errors.CLUSTER_UNREACHABLE("what the run's nodes agreed on has gone")
+    require_agreement(node, ours, decode_identities(entry.value))
+
+
+async def register(bus: Bus, node: str, instance: str) -> None:
+    """Takes the name for this run directory. Raises ``ClusterRefused`` where another has it."""
+    key, value = f"{REGISTERED}.{node}", Registration(instance)
+    while not await bus.create(key, value.encode()):
+        entry = await bus.get(key)
+        if entry is None:
+            continue
+        registered = Registration.decode(entry.value)
+        if registered.instance != WITHDRAWN:
+            registered.require(node, instance)
+            return
+        if await bus.update(key, value.encode(), entry.revision):
+            return
+
+
+async def withdraw(bus: Bus, node: str, instance: str) -> None:
+    """Frees the name of a run that was not begun after all."""
+    key = f"{REGISTERED}.{node}"
+    entry = await bus.get(key)
+    if entry is not None and Registration.decode(entry.value).instance == instance:
+        await bus.update(key, Registration(WITHDRAWN).encode(), entry.revision)
+
+
+# --- identities -----------------------------------------------------------------------------------
+
+
+def identities(
+    config: Config, facts: Mapping[str, Any], versions: Mapping[str, str], totals: Amounts
+) -> dict[str, Any]:
+    """What must be the same on every node: no secret, no reference answer, no path.
+
+    Args:
+        facts: the identities that the claim names.
+        versions: of the packages this process runs on.
+        totals: the run's quotas.
+    """
+    execute = config.server.execute_capability
+    cluster = config.cluster
+    if execute is None or cluster is None:
+        raise errors.INTERNAL_ERROR("a node without [cluster] or capability joins no run")
+    digest = capability_digest(cluster.run_id, execute.get_secret_value())
+    return {
+        **_whole(dict(facts)),
+        "execute_capability": digest,
+        "quotas": dict(totals),
+        "versions": dict(versions),
+        "config": _whole(_shared(config.public())),
+    }
+
+
+def capability_digest(run_id: str, capability: str) -> str:
+    """What other clients of the servers may read of a capability: 16 hex digits, salted by the run.
+
+    Only 8 bytes: enough to tell two capabilities apart, too few to confirm a guess by.
+    """
+    salted = hashlib.blake2b(
+        capability.encode(), digest_size=8, key=hashlib.sha256(run_id.encode()).digest()
+    )
+    return salted.hexdigest()
+
+
+def encode_identities(identities: Mapping[str, Any]) -> bytes:
+    """The value of the key ``agreement``."""
+    return canonical(dict(identities))
+
+
+def decode_identities(data: bytes) -> dict[str, Any]:
+    """Reads it. Raises ``ClusterUnreadable``."""
+    value = read_canonical(data, _WHAT)
+    if type(value) is not dict:
+        raise unreadable(_WHAT, "it is not an object")
+    return value
+
+
+def _shared(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A configuration without the keys that are each node's own."""
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        key = f"{before}{name}"
+        if key in OWN_KEYS:
+            continue
+        found[name] = _shared(item, f"{key}.") if isinstance(item, Mapping) else item
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """Fractions as text: canonical bytes hold whole numbers only."""
+    if isinstance(value, Mapping):
+        return {name: _whole(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(item) for item in value]
+    return repr(value) if isinstance(value, float) else value
+
+
+# --- comparing two nodes --------------------------------------------------------------------------
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dotted names of everything that is not the same on both sides, sorted."""
+    own, other = dict(_flat(ours)), dict(_flat(theirs))
+    missing = object()
+    return tuple(
+        name
+        for name in sorted(own.keys() | other.keys())
+        if not _same(own.get(name, missing), other.get(name, missing))
+    )
+
+
+def sentence(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Why ``node`` cannot join, or ``None`` where nothing differs. Digests are shortened."""
+    names = differences(ours, theirs)
+    if not names:
+        return None
+    own, other = dict(_flat(ours)), dict(_flat(theirs))
+    shown = [
+        name
+        if "capability" in name or len(names) > _SHOWN_MAX
+        else f"{name} (here {_shown(own, name)}, there {_shown(other, name)})"
+        for name in names
+    ]
+    return (
+        f"node {node} differs from the run's first node in {', '.join(shown)}: give every node "
+        "the same corpus, index, references, versions and configuration"
+    )
+
+
+def require_agreement(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raises ``ClusterRefused`` with that sentence."""
+    why = sentence(node, ours, theirs)
+    if why is not None:
+        raise errors.CLUSTER_REFUSED(why)
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        # An empty object is a value of its own: flattened, it would look the same as no key.
+        if isinstance(item, Mapping) and item:
+            yield from _flat(item, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", item
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: 1 and true are two values, a tuple and a list are one."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _shown(side: Mapping[str, Any], name: str) -> str:
+    if name not in side:
+        return _ABSENT
+    value = side[name]
+    if isinstance(value, str):
+        if _DIGEST.fullmatch(value):
+            return f"{value[:8]}…"
+        return repr(value if len(value) <= _TEXT_MAX else f"{value[: _TEXT_MAX - 1]}…")
+    if isinstance(value, bool | int) or value is None:
+        return orjson.dumps(value).decode()
+    return f"a {type(value).__name__}"
