@@ -399,5 +399,5 @@ async def test_hung_provider_does_not_hang_the_gate(
     async with served(tmp_path / "run", provider=NamelessProvider()) as run:
         code, health = await run.health()
         assert (code, health["cause"]["cause"]) == (503, "retrieval_failed")
-        assert "what it serves" in health["cause"]["detail"]
+        assert "did not confirm its identity" in health["cause"]["detail"]
         assert await run.stop() == 4

@@ -230,7 +230,7 @@ class Node:
         self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
 
     def _fail(self, exc: errors.SidecarError) -> None:
-        self._close(exc.cause or errors.INTERNAL_ERROR.closes_as or exc.code, exc.message)
+        self._close(exc.cause or errors.INTERNAL_ERROR.closes_as, exc.message)
 
     def close_by(self, verdict: RunVerdict) -> None:
         """Closes this node's latch where the verdict names a cause."""

@@ -46,10 +46,10 @@ async def check(service: Service, seconds: float) -> str:
             async with asyncio.timeout(IDENTITY_SECONDS):
                 await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
-            service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
+            service.recorder.close_latch(exc.closes_as, detail=exc.message)
         except TimeoutError:
             service.recorder.close_latch(
-                errors.PROVIDER_FAULT.closes_as or errors.PROVIDER_FAULT.answer.code,
+                errors.PROVIDER_FAULT.closes_as,
                 detail=f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s",
             )
     if service.state.closed:
