@@ -12,7 +12,7 @@ from smartsearch_sidecar.cluster.answers import AnswerStream
 from smartsearch_sidecar.cluster.bus import Read
 from smartsearch_sidecar.cluster.digests import encode_batch
 from tests.fakes.bus import Ground, MemoryBus
-from tests.fakes.cluster_run import until
+from tests.fakes.until import until
 
 ONE, TWO = b"1" * 16, b"2" * 16
 

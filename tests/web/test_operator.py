@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from smartsearch_sidecar.remedies import REMEDIES
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.web.history import COLUMNS, WHOLE_ROWS, History, Snapshot, quantile
@@ -19,7 +20,8 @@ from smartsearch_sidecar.web.operator import KEPT, LISTED_A_TICK, VIEWERS_MAX
 from tests.fakes.disk import ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
-from tests.web.rawclient import PATIENCE, until
+from tests.fakes.until import until
+from tests.web.rawclient import PATIENCE
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "smartsearch_sidecar"
 
