@@ -46,7 +46,7 @@ from tests.fakes.faults import (
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256, FakeProvider, documents_for
 from tests.fakes.retriever import FakeRetriever
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 STRANGER = "x" * len(EXECUTE_CAPABILITY)
 

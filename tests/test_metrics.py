@@ -18,7 +18,7 @@ from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 ROOT = Path(__file__).resolve().parent.parent
 

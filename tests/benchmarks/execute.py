@@ -25,7 +25,7 @@ from tests.benchmarks.processes import (
     ours,
     peer,
     probe,
-    wait_until,
+    wait_started,
 )
 from tests.benchmarks.results import Case, Goal, Metrics, Scenario
 from tests.benchmarks.settings import Settings, Unmeasured
@@ -156,7 +156,7 @@ def sandbox(settings: Settings, folder: Path) -> Iterator[Target]:
             stderr=log,
         )
     try:
-        wait_until(lambda: listens(port), process, "the sandbox")
+        wait_started(lambda: listens(port), process, "the sandbox")
         yield Target(f"http://127.0.0.1:{port}/execute", process.pid)
     finally:
         end(process)

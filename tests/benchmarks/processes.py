@@ -7,8 +7,7 @@ import json
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from smartsearch_sidecar.client import Client
 from tests.benchmarks.machine import cpu_seconds, resident_bytes
 from tests.benchmarks.settings import Unmeasured
 from tests.fakes.process import DaemonProcess, environment, start, wait_ready
+from tests.fakes.until import wait_until
 
 START_SECONDS = 60.0
 # A load generator leaves with requests in flight, which would close the latch.
@@ -90,7 +90,7 @@ def peer(folder: Path, kind: str, *words: str) -> Iterator[Target]:
     with (folder / f"{kind}.log").open("ab") as log:
         process = subprocess.Popen(command, env=environment(), cwd=folder, stdout=log, stderr=log)
     try:
-        wait_until(ready.exists, process, kind)
+        wait_started(ready.exists, process, kind)
         yield Target(json.loads(ready.read_text())["url"], process.pid)
     finally:
         end(process)
@@ -102,13 +102,11 @@ def require_reference() -> None:
         raise Unmeasured("the reference is not installed (the extra `parity`)")
 
 
-def wait_until(done: Any, process: subprocess.Popen[bytes], name: str) -> None:
+def wait_started(done: Callable[[], bool], process: subprocess.Popen[bytes], name: str) -> None:
     """Waits for ``done()``; fails where the process ends first."""
-    deadline = time.monotonic() + START_SECONDS
-    while not done():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise Unmeasured(f"{name} did not start (exit code {process.poll()})")
-        time.sleep(0.005)
+    wait_until(lambda: done() or process.poll() is not None, seconds=START_SECONDS)
+    if process.poll() is not None:
+        raise Unmeasured(f"{name} did not start (exit code {process.poll()})")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -22,7 +22,7 @@ from smartsearch_sidecar.cluster.answer_digests import (
 from smartsearch_sidecar.cluster.bus import OnMessage
 from smartsearch_sidecar.reward.provenance import DIGEST_BYTES, block_digest
 from tests.fakes.bus import Ground, MemoryBus
-from tests.fakes.cluster_run import until
+from tests.fakes.until import until
 
 
 def digest(number: int) -> bytes:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.fakes.nats_cluster import NatsCluster, Way, nats_cluster
 from tests.fakes.process import ROOT, DaemonProcess, environment, start, wait_ready
 from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, item, write_files
 from tests.fakes.served import EXECUTE_CAPABILITY, read_records
+from tests.fakes.until import until
 from tests.test_native_rollout import expected_text
 
 # Whole processes, several of them, and servers that elect a leader, on a machine that is shared.
@@ -129,19 +129,24 @@ def health(daemon: DaemonProcess, settle: float = 0.0) -> dict[str, Any]:
     return {**answer.value, "status": answer.status}
 
 
-async def until(
+async def health_when(
     daemon: DaemonProcess, holds: Callable[[dict[str, Any]], bool], seconds: float = WAIT_SECONDS
 ) -> dict[str, Any]:
     """The first answer of ``/health`` of which it holds."""
-    end = time.monotonic() + seconds
-    while True:
+    report: dict[str, Any] = {}
+
+    def told() -> str:
+        return json.dumps({key: report.get(key) for key in ("state", "cause", "cluster")})
+
+    async def asked() -> bool:
+        nonlocal report
         report = await asyncio.to_thread(health, daemon)
-        if holds(report):
-            return report
-        told = {key: report.get(key) for key in ("state", "cause", "cluster")}
-        assert time.monotonic() < end, json.dumps(told)
-        assert report["state"] != "failed", json.dumps(told)  # for good: nothing will come of it
-        await asyncio.sleep(0.05)
+        true = holds(report)
+        assert true or report["state"] != "failed", told()  # for good: nothing will come of it
+        return true
+
+    await until(asked, seconds=seconds, pause=0.05, found=told)
+    return report
 
 
 async def still_open(*daemons: DaemonProcess) -> None:
@@ -153,7 +158,7 @@ async def still_open(*daemons: DaemonProcess) -> None:
 
 async def failed(daemon: DaemonProcess) -> tuple[str, str]:
     """Cause and detail, once the latch has closed; on disk as well."""
-    report = await until(daemon, lambda report: report["state"] == "failed")
+    report = await health_when(daemon, lambda report: report["state"] == "failed")
     assert report["status"] == 503
     on_disk = json.loads((daemon.directory / "latch.json").read_bytes())
     assert on_disk["cause"] == report["cause"]["cause"]
@@ -257,7 +262,7 @@ async def test_one_run_from_first_node_to_receipt(tmp_path: Path, servers: NatsC
             for start_at in range(0, len(searched), 16):
                 rollout = searched[start_at : start_at + 16]
                 assert await asyncio.to_thread(reward, daemons[1], rollout) == 200
-            await until(first, lambda report: report["state"] == "healthy")
+            await health_when(first, lambda report: report["state"] == "healthy")
             answer = await asyncio.to_thread(
                 daemons[3].internal().call, "POST", "/checkpoints?settle=5", {"step": 1}
             )
@@ -280,11 +285,11 @@ async def test_a_sidecar_killed(tmp_path: Path, servers: NatsCluster) -> None:
     """A node that dies takes the run with it, by name; its lease stays spent, none is healthy."""
     with run_of(tmp_path, servers.url, count=3) as nodes:
         daemons = await asyncio.to_thread(nodes.start_all, "a", "b", "c")
-        await until(daemons[0], lambda report: report["state"] == "healthy")
+        await health_when(daemons[0], lambda report: report["state"] == "healthy")
         said = await asyncio.to_thread(lambda: texts(traffic(daemons)))
         assert [(query, text) for query, text in said if text != expected_text(query)] == []
         daemons[2].kill()
-        report = await until(daemons[0], lambda report: report["state"] != "healthy")
+        report = await health_when(daemons[0], lambda report: report["state"] != "healthy")
         for daemon in daemons[:2]:
             cause, detail = await failed(daemon)
             assert cause == "node_lost"
@@ -320,19 +325,21 @@ async def test_servers_gone_and_one_node_parted(tmp_path: Path) -> None:
             far = nodes.start("far", url=way.url)
             for daemon in (near, far):
                 await asyncio.to_thread(wait_ready, daemon)
-            await until(far, lambda report: report["state"] == "healthy")
+            await health_when(far, lambda report: report["state"] == "healthy")
             assert (await asyncio.to_thread(ask, far, "before")).startswith("result")
             # All servers gone, and back in time: not healthy, answering within the lease.
             alone.kill()
             for daemon in (near, far):
-                report = await until(daemon, lambda report: not report["cluster"]["connected"])
+                report = await health_when(
+                    daemon, lambda report: not report["cluster"]["connected"]
+                )
                 assert (report["state"], report["status"]) == ("pending", 503)
             assert (await asyncio.to_thread(ask, far, "meanwhile")).startswith("result")
             alone.start()
             for daemon in (near, far):
-                await until(daemon, lambda report: report["state"] == "healthy")
+                await health_when(daemon, lambda report: report["state"] == "healthy")
             way.part()
-            report = await until(far, lambda report: report["state"] != "healthy")
+            report = await health_when(far, lambda report: report["state"] != "healthy")
             assert report["status"] == 503
             assert (await failed(near))[0] == "node_lost"
             assert (await failed(far))[0] in {"cluster_unreachable", "node_lost"}
@@ -348,7 +355,7 @@ async def test_all_servers_gone_for_good(tmp_path: Path, servers: NatsCluster) -
     with run_of(tmp_path, servers.url, count=2) as nodes:
         daemons = await asyncio.to_thread(nodes.start_all, "a", "b")
         assert (await asyncio.to_thread(ask, daemons[0], "leases")).startswith("result")
-        await until(daemons[0], lambda report: report["state"] == "healthy")
+        await health_when(daemons[0], lambda report: report["state"] == "healthy")
         servers.freeze()
         try:
             assert (await asyncio.to_thread(ask, daemons[0], "within")).startswith("result")

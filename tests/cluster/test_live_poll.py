@@ -22,7 +22,7 @@ from smartsearch_sidecar.cluster.node import Node
 from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.bus import Ground, MemoryBus
-from tests.fakes.cluster_run import until
+from tests.fakes.until import until
 
 FIRST, SECOND, WANTED = b"1" * 16, b"2" * 16, b"3" * 16
 ENOUGH_SECONDS = 30.0

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 
 from tests.fakes.bus import Ground
-from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, until
+from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import Served
+from tests.fakes.until import until
 
 LOST = 1.0
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from logging.handlers import BufferingHandler
 from typing import Protocol
@@ -24,16 +25,12 @@ from smartsearch_sidecar.cluster.nats.streams import api
 from smartsearch_sidecar.config import Cluster
 from tests.fakes.bus import Ground
 from tests.fakes.nats_cluster import NatsCluster, NatsServer, Way, nats_cluster
+from tests.fakes.until import until as until_it_holds
 
 UNTIL_SECONDS = 30.0
+# Servers of another process answer late on a busy machine; how late is never what is tested.
+until = partial(until_it_holds, seconds=UNTIL_SECONDS, pause=0.01)
 RUNS = count()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Returns once something holds; how long that takes is never what is tested."""
-    async with asyncio.timeout(UNTIL_SECONDS):
-        while not holds():  # noqa: ASYNC110 - it polls what has no event
-            await asyncio.sleep(0.01)
 
 
 def ignored(connected: bool) -> None:
@@ -509,8 +506,7 @@ async def deaf_until_kept(
         way.back = False
 
         async def mend() -> None:
-            while not await kept(near):  # noqa: ASYNC110 - it polls what has no event
-                await asyncio.sleep(0.01)
+            await until(lambda: kept(near))
             way.mend()
 
         mending = asyncio.create_task(mend())

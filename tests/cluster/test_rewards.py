@@ -14,10 +14,11 @@ from smartsearch_sidecar.cluster.quota_leases import Leases
 from smartsearch_sidecar.gate.cluster import ClusterRun
 from tests.fakes import rollouts
 from tests.fakes.bus import Ground, MemoryBus
-from tests.fakes.cluster_run import bus_of, joined, leases, until
+from tests.fakes.cluster_run import bus_of, joined, leases
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, item, write_files
 from tests.fakes.served import Served
+from tests.fakes.until import until
 
 
 @asynccontextmanager

@@ -15,10 +15,11 @@ from smartsearch_sidecar.commands import app
 from smartsearch_sidecar.gate.cluster import ClusterRun
 from smartsearch_sidecar.ledger.verify import verify
 from tests.fakes.bus import Ground
-from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, leases, until
+from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, leases
 from tests.fakes.disk import FullDisk, ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import native_body
+from tests.fakes.until import until
 
 # --- the latch ------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.fakes.nats_cluster import free_ports
 from tests.fakes.nats_cluster import program as nats_server
 from tests.fakes.process import ROOT, environment, running, toml
 from tests.fakes.served import read_records
+from tests.fakes.until import wait_until
 
 CONFIG = ROOT / "config"
 MANIFESTS = sorted((CONFIG / "kubernetes").glob("*.yaml"))
@@ -313,17 +313,16 @@ async def kept(url: str, replicas: int = 3) -> int:
 
 
 def wait_until_ok(url: str, log: Path) -> None:
-    deadline = time.monotonic() + 30
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while True:
+
+    def answers() -> bool:
         try:
             with opener.open(url, timeout=5) as answer:
-                if json.load(answer)["status"] == "ok":
-                    return
+                return bool(json.load(answer)["status"] == "ok")
         except OSError:
-            pass
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+            return False
+
+    wait_until(answers, seconds=30, pause=0.05, found=log.read_text)
 
 
 def test_every_mount_has_its_volume(

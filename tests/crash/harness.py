@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,9 +24,9 @@ from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import Verification, verify
 from tests.fakes.process import ROOT, environment
 from tests.fakes.served import ENVIRONMENT
+from tests.fakes.until import wait_until
 
 PATIENCE = 30.0  # seconds until a wait is a finding
-POLL_SECONDS = 0.002
 KILLED = -signal.SIGKILL
 
 Told = tuple[str, str]
@@ -109,17 +108,17 @@ class Daemon:
     def endpoints(self) -> Endpoints | None:
         """Its endpoints once it is ready; ``None`` where it has died before."""
         path = self.directory / "endpoints.json"
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
+
+        def written() -> bool:
             try:
-                if json.loads(path.read_bytes())["pid"] == self.pid:
-                    return read_endpoints(path)
+                return bool(json.loads(path.read_bytes())["pid"] == self.pid)
             except FileNotFoundError:
-                pass  # not yet
-            if not _alive(self.pid):
-                return None
-            time.sleep(POLL_SECONDS)
-        raise AssertionError(f"not ready: {self.log.read_text()}")
+                return False  # not yet
+
+        wait_until(
+            lambda: written() or not _alive(self.pid), seconds=PATIENCE, found=self.log.read_text
+        )
+        return read_endpoints(path) if written() else None
 
     def ready(self) -> Endpoints:
         """Its endpoints; fails with its log where it ended before it was ready."""
@@ -188,10 +187,11 @@ class Load:
 
     def until(self, condition: Callable[[Load], bool]) -> None:
         """Returns once ``condition`` holds, or every thread has ended."""
-        deadline = time.monotonic() + PATIENCE
-        while not condition(self) and any(thread.is_alive() for thread in self._threads):
-            assert time.monotonic() < deadline, "the load stands still"
-            time.sleep(POLL_SECONDS / 4)
+        wait_until(
+            lambda: condition(self) or not any(thread.is_alive() for thread in self._threads),
+            seconds=PATIENCE,
+            pause=0.0005,
+        )
 
     def join(self) -> list[Told]:
         """Everything that was told, once all threads have ended."""

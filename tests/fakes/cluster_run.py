@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 from smartsearch_sidecar.cluster.quota_leases import Leases
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.served import Served, served
-
-WAIT_SECONDS = 10.0  # no test waits so long; a wait that does has failed
 
 
 def names(count: int) -> list[str]:
@@ -64,13 +61,6 @@ def bus_of(ground: Ground, name: str) -> MemoryBus:
 def leases(ground: Ground) -> Leases:
     """What the nodes have leased."""
     return Leases.decode(ground.keys["quota"].value)
-
-
-async def until(holds: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    """Returns once it holds; fails where it never does."""
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
 
 
 def cause_on_disk(run: Served) -> tuple[str, str]:

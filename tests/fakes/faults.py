@@ -18,7 +18,8 @@ from smartsearch_sidecar.ledger.disk import Disk
 from tests.fakes.disk import FullDisk, ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import EXECUTE_CAPABILITY, Served, native_body
-from tests.web.rawclient import RawClient, until
+from tests.fakes.until import until
+from tests.web.rawclient import RawClient
 
 Answered = tuple[int | None, str | None]
 """The status and the error's code; no status where the client got no answer."""

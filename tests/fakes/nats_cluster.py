@@ -12,11 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
+
+from tests.fakes.until import wait_until
 
 START_SECONDS = 20.0
 
@@ -80,16 +81,19 @@ class NatsServer:
 
     def ready(self) -> None:
         """Waits until it takes connections."""
-        end = time.monotonic() + START_SECONDS
-        while True:
+
+        def said() -> str:
+            return f"{self.name}: {self.log.read_text() if self.log.is_file() else 'no log'}"
+
+        def listens() -> bool:
+            assert self._process is None or self._process.poll() is None, said()
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                    return
+                    return True
             except OSError:
-                if time.monotonic() > end or (self._process and self._process.poll() is not None):
-                    said = self.log.read_text() if self.log.is_file() else "nothing"
-                    raise RuntimeError(f"{self.name} did not start; it said: {said}") from None
-                time.sleep(0.02)
+                return False
+
+        wait_until(listens, seconds=START_SECONDS, found=said)
 
     def kill(self) -> None:
         """``kill -9``, as a machine that dies; nothing where it does not run."""

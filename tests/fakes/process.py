@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smartsearch_sidecar.client import Client
+from tests.fakes.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
@@ -99,11 +99,13 @@ def is_ready(daemon: DaemonProcess) -> bool:
 
 def wait_ready(daemon: DaemonProcess) -> None:
     """Returns once ``endpoints.json`` is there; fails with the log where the process ended."""
-    deadline = time.monotonic() + START_SECONDS
-    while not is_ready(daemon):
-        assert daemon.process.poll() is None, daemon.log.read_text()
-        assert time.monotonic() < deadline, daemon.log.read_text()
-        time.sleep(0.02)
+
+    def ready() -> bool:
+        true = is_ready(daemon)
+        assert true or daemon.process.poll() is None, daemon.log.read_text()
+        return true
+
+    wait_until(ready, seconds=START_SECONDS, found=daemon.log.read_text)
 
 
 @contextmanager

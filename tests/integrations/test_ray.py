@@ -18,8 +18,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,11 @@ from tests.fakes.served import (
     INTERNAL_CAPABILITY,
     read_records,
 )
+from tests.fakes.until import wait_until
 
 CORPUS = ROOT / "tests" / "data" / "corpora" / "flashrag.jsonl"
 NODES = 3
+LOST_SECONDS = 40.0  # Ray tells of a lost node after some
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 # A cluster of seven processes, on a machine with other work to do.
 pytestmark = [pytest.mark.timeout(120)]
@@ -237,14 +238,6 @@ def endpoints(folder: Path) -> dict[str, Any]:
     return value
 
 
-def until(true: Callable[[], Any]) -> None:
-    """Ray tells of a lost node after some seconds."""
-    deadline = time.monotonic() + 40
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def asked(url: str) -> int:
     """Asks as a rollout does; the status."""
     return Client(url).execute("Aristotle", ENVIRONMENT).status
@@ -402,9 +395,11 @@ def test_nodes_come_and_go(ray: Ray, config: Path, tmp_path: Path) -> None:
         assert ray("url", run="few") == endpoints(folder)["sandbox_url"]
     finally:
         ray("remove", tag="late")
-    until(lambda: not (folder / "endpoints.json").exists())
+    wait_until(lambda: not (folder / "endpoints.json").exists(), seconds=LOST_SECONDS)
     assert kinds(folder)[-1] == "run.closed"
-    until(lambda: ray("check", run="few")[1][name]["state"] == "unreachable")
+    wait_until(
+        lambda: ray("check", run="few")[1][name]["state"] == "unreachable", seconds=LOST_SECONDS
+    )
     assert not ray("check", run="few")[0]
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "smartsearch_sidecar" / "integrations" / "verl_search_tool.py"

@@ -17,7 +17,7 @@ from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.run.record import Kind
 from tests.fakes.journals import Written, answered, closed, failed, requested, searches, write_run
 from tests.fakes.provider import FakeProvider, documents_for
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 # --- the comparison -------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tests.fakes.process import running, start
 from tests.fakes.provider import FakeProvider
 from tests.fakes.raised import raises
 from tests.fakes.served import configured, read_records, served
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 
 def journal(directory: Path) -> Path:

@@ -29,7 +29,7 @@ from tests.fakes.disk import (
     ReadOnlyDisk,
 )
 from tests.fakes.journals import latched
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 CLAIM_BYTES = b'{"claim": true}\n'
 SMALL = 10**6

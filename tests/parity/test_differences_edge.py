@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.served import native_body
+from tests.fakes.until import until
 from tests.parity.bodies import DEEP_CALL
 from tests.parity.messages import BODY, names_of
 from tests.parity.messages import ODD as MESSAGES
@@ -22,7 +23,7 @@ from tests.parity.wire import (
     message,
     read_answer,
 )
-from tests.web.rawclient import RawClient, until
+from tests.web.rawclient import RawClient
 
 pytestmark = needs_reference
 

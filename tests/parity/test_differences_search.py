@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.until import until
 from tests.parity.play import Step, differs
 from tests.parity.retriever import OTHER_SEARCHES, VALUE_ERRORS, Held, Plan
 from tests.parity.sides import needs_reference, ours, pair, reference
 from tests.parity.wire import asking, exchange
-from tests.web.rawclient import RawClient, until
+from tests.web.rawclient import RawClient
 
 pytestmark = needs_reference
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from tests.fakes.until import until
 from tests.parity.messages import BODY
 from tests.parity.retriever import Held, Plan, Scripted
 from tests.parity.sides import Ours, Reference, needs_reference, ours, reference
 from tests.parity.wire import asking, exchange, message
-from tests.web.rawclient import until
 
 pytestmark = needs_reference
 

@@ -16,7 +16,7 @@ from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
 from tests.fakes.raised import raises
 from tests.fakes.served import EXECUTE_CAPABILITY, configured, native_body
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 PASSAGES = 2_000
 

@@ -22,6 +22,7 @@ from smartsearch_sidecar.retrieval.flashrag.provider import (
 from smartsearch_sidecar.retrieval.provider import Provider
 from tests.fakes.raised import raises
 from tests.fakes.retriever import FakeRetriever
+from tests.fakes.until import until
 
 Open = Callable[..., Awaitable[FlashragProvider]]
 CORPUS, INDEX = "a" * 64, "b" * 64
@@ -60,12 +61,6 @@ async def opened(retriever: FakeRetriever) -> AsyncIterator[Open]:
 
 
 Answers = list[Sequence[Mapping[str, Any]] | BaseException]
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Waits for a state inside the code under test, which has no event of its own for it."""
-    while not true():  # noqa: ASYNC110 - see above; the test's time limit bounds it
-        await asyncio.sleep(0)
 
 
 async def search_all(provider: FlashragProvider, queries: Sequence[str]) -> Answers:

@@ -14,7 +14,7 @@ from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 from tests.fakes.process import ROOT, toml
 from tests.fakes.retriever import FakeRetriever
 from tests.fakes.served import Served, served
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 
 def provider_for(retriever: FakeRetriever, **keys: Any) -> FlashragProvider:

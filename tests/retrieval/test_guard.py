@@ -25,7 +25,7 @@ from smartsearch_sidecar.retrieval.guard import (
 from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from tests.fakes.provider import FakeProvider
 from tests.fakes.raised import raises
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 FAR = 1e9
 

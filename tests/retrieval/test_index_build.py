@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from smartsearch_sidecar.retrieval.bm25.build import FANOUT, Sizing, build, plan
 from smartsearch_sidecar.retrieval.bm25.formats import Format
 from smartsearch_sidecar.retrieval.bm25.provider import Bm25Index, verify_and_open
 from tests.fakes.raised import raises
+from tests.fakes.until import wait_until
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
 FLASHRAG = CORPORA / "flashrag.jsonl"
@@ -314,13 +314,15 @@ def command(corpus: Path, out: Path) -> list[str]:
     return [sys.executable, "-c", program, "index", "build", str(corpus), str(out)]
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def await_build(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     """Waits for something a running build does."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.005)
+
+    def done() -> bool:
+        true = condition()
+        assert true or process.poll() is None, process.communicate()
+        return true
+
+    wait_until(done, seconds=30)
 
 
 @pytest.fixture
@@ -333,7 +335,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    until((tmp_path / ".index.building" / "meta.json").exists, process)
+    await_build((tmp_path / ".index.building" / "meta.json").exists, process)
     yield process
     process.kill()
     process.communicate()

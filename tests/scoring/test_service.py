@@ -22,7 +22,7 @@ from tests.fakes.rewarded import (
     rewarded,
 )
 from tests.fakes.served import read_records, served
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 
 def of(directory: Path, kind: str) -> list[dict[str, Any]]:

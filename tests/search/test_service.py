@@ -21,7 +21,8 @@ from tests.fakes.served import (
     read_records,
     served,
 )
-from tests.web.rawclient import RawClient, until
+from tests.fakes.until import until
+from tests.web.rawclient import RawClient
 
 BODY = json.dumps(native_body("Ada")).encode()
 REQUEST = (

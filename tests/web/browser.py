@@ -13,13 +13,14 @@ import itertools
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from tests.fakes.until import until, wait_until
 
 PATIENCE = 20.0  # seconds; a browser that starts on a loaded machine takes some
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -97,13 +98,12 @@ class Page:
 
     async def until(self, expression: str) -> Any:
         """Waits until the expression is true (between two pages it may not even be askable)."""
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                with contextlib.suppress(AssertionError):
-                    value = await self.ask(expression)
-                    if value:
-                        return value
-                await asyncio.sleep(0.02)
+
+        async def asked() -> Any:
+            with contextlib.suppress(AssertionError):
+                return await self.ask(expression)
+
+        return await until(asked, seconds=PATIENCE, pause=0.02, found=lambda: expression)
 
     async def text(self, selector: str = "body") -> str:
         """What a person reads there."""
@@ -143,12 +143,13 @@ def running(program: str, profile: Path) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + PATIENCE
-        # It writes this file once it listens.
-        while not (told.exists() and len(told.read_text().splitlines()) > 1):
+
+        def listens() -> bool:
             assert process.poll() is None, f"the browser ended with {process.returncode}"
-            assert time.monotonic() < deadline, "the browser does not listen"
-            time.sleep(0.02)
+            # It writes this file once it listens.
+            return told.exists() and len(told.read_text().splitlines()) > 1
+
+        wait_until(listens, seconds=PATIENCE)
         port, path = told.read_text().splitlines()[:2]
         yield f"ws://127.0.0.1:{port}{path}"
     finally:

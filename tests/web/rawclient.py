@@ -6,22 +6,16 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from smartsearch_sidecar.web import edge
+from tests.fakes.until import until
 
 PATIENCE = 10.0  # seconds until a wait in a test is a finding
 CAPABILITY = b"Zr4tT9-capability-of-the-edge-tests_0123456789"
 MARKER = b"/" + CAPABILITY + b"/"
 TARGET = "/" + CAPABILITY.decode() + "/execute"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Give the loop turns until the condition holds."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():  # noqa: ASYNC110  # what is waited for has no event
-            await asyncio.sleep(0.001)
 
 
 @dataclass

@@ -13,13 +13,13 @@ from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.web import edge
+from tests.fakes.until import until
 from tests.web.rawclient import (
     PATIENCE,
     TARGET,
     RawClient,
     message,
     serving,
-    until,
 )
 
 pytestmark = pytest.mark.both_loops

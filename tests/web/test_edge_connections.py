@@ -12,6 +12,7 @@ from aiohttp import web
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.web import edge
 from tests.fakes.raised import raises
+from tests.fakes.until import until
 from tests.web.rawclient import (
     CAPABILITY,
     MARKER,
@@ -21,7 +22,6 @@ from tests.web.rawclient import (
     Recorder,
     message,
     serving,
-    until,
 )
 
 pytestmark = pytest.mark.both_loops

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.web import edge
+from tests.fakes.until import until
 from tests.web.rawclient import (
     CAPABILITY,
     MARKER,
@@ -26,7 +27,6 @@ from tests.web.rawclient import (
     Served,
     message,
     serving,
-    until,
 )
 
 pytestmark = pytest.mark.both_loops

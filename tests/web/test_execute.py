@@ -19,7 +19,8 @@ from tests.fakes.served import (
     read_records,
     served,
 )
-from tests.web.rawclient import Answer, RawClient, until
+from tests.fakes.until import until
+from tests.web.rawclient import Answer, RawClient
 
 
 async def raw_exchange(port: int, data: bytes) -> Answer:

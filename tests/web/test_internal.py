@@ -20,7 +20,7 @@ from tests.fakes.served import (
     native_body,
     served,
 )
-from tests.web.rawclient import until
+from tests.fakes.until import until
 
 
 async def test_probes_need_no_capability_and_say_nothing(tmp_path: Path) -> None:

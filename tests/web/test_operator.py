@@ -19,7 +19,8 @@ from smartsearch_sidecar.web.operator import KEPT, LISTED_A_TICK, VIEWERS_MAX
 from tests.fakes.disk import ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
-from tests.web.rawclient import PATIENCE, until
+from tests.fakes.until import until
+from tests.web.rawclient import PATIENCE
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "smartsearch_sidecar"
 

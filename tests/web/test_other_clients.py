@@ -21,7 +21,8 @@ from smartsearch_sidecar.ledger.file import Disk
 from smartsearch_sidecar.search.batch import AHEAD_RECORDS, AT_ONCE, search_many
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import EXECUTE_CAPABILITY, Served, read_records, served
-from tests.web.rawclient import Answer, RawClient, until
+from tests.fakes.until import until
+from tests.web.rawclient import Answer, RawClient
 
 ALL: dict[str, Any] = {"execute__routes": ["execute", "search", "retrieve"]}
 QUERY = 'Ada "é" 東'
