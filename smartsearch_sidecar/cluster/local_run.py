@@ -10,7 +10,7 @@ from typing import Protocol
 from smartsearch_sidecar.cluster.bus import Bus, Linked
 from smartsearch_sidecar.cluster.nodestate import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leaser import used_of
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.state import RunState
 
 
@@ -18,7 +18,7 @@ class Connect(Protocol):
     """``cluster.nats.connect``, or what a test has in its place."""
 
     async def __call__(
-        self, cluster: Cluster, run_id: str, *, linked: Linked, replicas: int | None = None
+        self, cluster: ClusterSection, run_id: str, *, linked: Linked, replicas: int | None = None
     ) -> Bus: ...
 
 

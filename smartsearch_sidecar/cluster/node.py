@@ -24,7 +24,7 @@ from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, Verdi
 from smartsearch_sidecar.cluster.nodestate import NodeState, Registration
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.state import Cause
 
 LATCH: Final = "latch"
@@ -43,7 +43,7 @@ END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
 class Node:
     """This node. Everything is called on the loop."""
 
-    def __init__(self, cluster: Cluster, nodes: int) -> None:
+    def __init__(self, cluster: ClusterSection, nodes: int) -> None:
         self.cluster = cluster
         self.name = cluster.node
         self.bus: Bus

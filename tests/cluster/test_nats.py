@@ -21,7 +21,7 @@ from smartsearch_sidecar.cluster.bus import Bus, Entry, Linked
 from smartsearch_sidecar.cluster.nats.bus import NatsBus, connect
 from smartsearch_sidecar.cluster.nats.connection import TASKS, TRANSPORT, WRITER
 from smartsearch_sidecar.cluster.nats.streams import api
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 from tests.fakes.bus import Ground
 from tests.fakes.nats_cluster import NatsCluster, NatsServer, Way, nats_cluster
 
@@ -40,9 +40,9 @@ def nobody(connected: bool) -> None:
     """Who does not care whether it is linked."""
 
 
-def settings(url: str, *, lost_seconds: float = 15) -> Cluster:
+def settings(url: str, *, lost_seconds: float = 15) -> ClusterSection:
     """The section of one node."""
-    return Cluster.model_validate(
+    return ClusterSection.model_validate(
         {"nats_url": url, "run_id": "r", "node": "a", "lost_seconds": lost_seconds}
     )
 
