@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
-from smartsearch_sidecar.config import messages, schema
-from smartsearch_sidecar.config.profiles import PRESETS
+from smartsearch_sidecar.config import messages, model, schema
 
 INTRODUCTION = """\
 # Configuration
@@ -18,8 +19,8 @@ list as JSON, or its words separated by commas), and some by a flag of the comma
 profile, file, environment, flag. Relative paths start at the file's folder where the file says
 them, otherwise at the working directory.
 
-An unknown key is refused with the nearest known one; a value that is not allowed is refused with
-what is. All problems are listed at once, and none of the messages shows a secret.
+An unknown key is refused with the nearest known one, and a value that is not allowed with the
+allowed ones. All problems are listed at once, and no message shows a secret.
 
 | file | for |
 |---|---|
@@ -27,21 +28,7 @@ what is. All problems are listed at once, and none of the messages shows a secre
 | `reference.toml` | the reference implementation's behaviour, for parity runs |
 | `demo.toml` | `make run` |
 
-A profile only presets: the keys with two defaults below can each be set by themselves.
-"""
-
-RULES = """
-## Between keys
-
-- `retrieval.provider = "bm25"` needs `retrieval.bm25.index`; `"flashrag"` needs `url`,
-  `corpus_sha256` and `index_sha256` of `[retrieval.flashrag]`.
-- `server.host` must be loopback unless `server.allow_remote` is true. `probe_host` and `probe_port`
-  go together. The two capabilities differ; each comes from its key or its file, not both.
-- `reward.enabled` needs `reward.checkout`, or `reward.source` with `reward.source_sha256`; the
-  references of at least one split; and the helper's `url`, `model` and `model_sha256`.
-- `run.nodes` above 1 presets `reward.provenance` to `record`; `enforce` then needs `[cluster]`.
-- `run.on_unclean_restart = "report"` needs rewards with `reward.provenance = "enforce"`.
-- `[cluster]` needs `run.nodes` of 2 or more.
+A profile only presets: each key with two defaults below can still be set by itself.
 """
 
 
@@ -52,7 +39,14 @@ def document() -> str:
         keys = [key for key in schema.FIELDS if key.rpartition(".")[0] == name]
         if keys:
             parts.append(_table(f"`[{name}]`", keys, (section.__doc__ or "").strip()))
-    return "\n".join(parts) + RULES
+    rules = "\n".join(f"- {_sentence(rule)}" for rule in model.RULES)
+    return "\n".join([*parts, f"## Between keys\n\n{rules}\n"])
+
+
+def _sentence(rule: Callable[..., object]) -> str:
+    """A rule's docstring, wrapped as one item of a list."""
+    words = " ".join((rule.__doc__ or "").split())
+    return textwrap.fill(words, 98, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _table(title: str, keys: list[str], about: str = "") -> str:
@@ -70,10 +64,9 @@ def _table(title: str, keys: list[str], about: str = "") -> str:
 
 
 def _default(key: str) -> str:
-    if key in PRESETS:
-        training, reference = PRESETS[key]
-        if training != reference:
-            return f"{_code(training)}; reference: {_code(reference)}"
+    preset = schema.PRESETS.get(key)
+    if preset is not None and preset.training != preset.reference:
+        return f"{_code(preset.training)}; reference: {_code(preset.reference)}"
     field = schema.FIELDS[key]
     if field.is_required():
         return "required"

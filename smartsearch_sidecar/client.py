@@ -1,7 +1,7 @@
-"""The sidecar from outside: what ``check``, ``latch``, ``url``, the demo and tests speak through.
+"""A client of the sidecar: ``check``, ``latch``, ``url``, the load test, the demo and tests use it.
 
-Standard library only, one connection a call, no proxies, no redirects, no retries. Errors never
-quote a URL, because every URL holds a capability.
+Standard library only. Each call opens a connection of its own; there are no proxies, no redirects
+and no retries. No error quotes a URL, because each URL holds a capability.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from urllib.parse import urlsplit
 from smartsearch_sidecar import errors
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
+"""The environment variable that names a run's ``endpoints.json``."""
 TIMEOUT_SECONDS = 10.0
+"""The default of ``Client``: seconds of one call, connecting included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An HTTP answer: its status and its JSON value."""
+    """An HTTP answer.
+
+    Attributes:
+        status: its status code. Every code is an answer; none is raised.
+        value: the JSON value of its body.
+    """
 
     status: int
     value: Any
@@ -30,14 +37,23 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """A served run's two URLs, as ``endpoints.json`` holds them."""
+    """The two URLs of a served run. Both hold a capability: never log them.
+
+    Attributes:
+        sandbox_url: for rollouts: searches.
+        internal_url: for the trainer and the operator: rewards, health, checkpoints, the latch.
+    """
 
     sandbox_url: str
     internal_url: str
 
 
 def read_endpoints(path: Path) -> Endpoints:
-    """Reads ``endpoints.json``; raises ``Unreachable`` where no sidecar has written it."""
+    """Reads a run's ``endpoints.json``.
+
+    Raises:
+        errors.Unreachable: the file does not exist, cannot be read, or is not a sidecar's.
+    """
     try:
         value = json.loads(path.read_bytes())
         return Endpoints(str(value["sandbox_url"]), str(value["internal_url"]))
@@ -53,7 +69,15 @@ def read_endpoints(path: Path) -> Endpoints:
 
 
 def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = None) -> Endpoints:
-    """The endpoints of a run directory, or of the file the environment names."""
+    """The endpoints of a run directory, or else of the file that the environment names.
+
+    Args:
+        run_directory: a served run's directory; ``None`` asks the environment.
+        environ: holds ``SMARTSEARCH_SIDECAR_ENDPOINTS``; ``os.environ`` unless given.
+
+    Raises:
+        errors.Unreachable: neither names a run, or ``endpoints.json`` cannot be read.
+    """
     if run_directory is not None:
         return read_endpoints(run_directory / "endpoints.json")
     named = (os.environ if environ is None else environ).get(ENDPOINTS_VARIABLE)
@@ -65,7 +89,20 @@ def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = 
 
 
 class Client:
-    """Speaks to one base URL (``sandbox_url`` or ``internal_url``)."""
+    """Calls one sidecar. It holds no connection and may be used from several threads.
+
+    Args:
+        base_url: ``sandbox_url`` for searches, ``internal_url`` for everything else.
+        timeout_seconds: the longest wait on the connection, for each call.
+
+    Raises:
+        errors.Unreachable: ``base_url`` is not an http URL.
+
+    Example::
+
+        client = Client(find_endpoints(Path("runs/001")).internal_url)
+        healthy = client.health(settle_seconds=30).status == 200
+    """
 
     def __init__(self, base_url: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         parts = urlsplit(base_url)
@@ -79,7 +116,17 @@ class Client:
     def call(
         self, method: str, path: str, value: Any = None, *, timeout_seconds: float | None = None
     ) -> Answered:
-        """One request; raises ``Unreachable`` where nothing of ours answers in time."""
+        """Sends one request and reads its JSON answer.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: below the base URL, with a query where there is one: ``/health?settle=30``.
+            value: the body, as a JSON value; ``None`` sends no body.
+            timeout_seconds: for this call, instead of the client's.
+
+        Raises:
+            errors.Unreachable: no connection, no answer in time, or an answer that is not JSON.
+        """
         body = None if value is None else json.dumps(value).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         connection = http.client.HTTPConnection(
@@ -92,18 +139,25 @@ class Client:
         except (OSError, http.client.HTTPException) as exc:
             raise errors.UNREACHABLE(
                 f"no sidecar answers on {self._host} port {self._port} ({type(exc).__name__}): it "
-                "stopped, hangs or was killed; its log says why"
+                "has ended, hangs or was killed; its log says why"
             ) from None
         except ValueError:
             raise errors.UNREACHABLE(
-                f"what answers on {self._host} port {self._port} is not a sidecar: the run's "
-                "has ended, and another program took its port"
+                f"got a non-JSON answer on {self._host} port {self._port}: is another program on "
+                "this port, because the run's sidecar has ended?"
             ) from None
         finally:
             connection.close()
 
     def health(self, settle_seconds: float = 0.0) -> Answered:
-        """``GET /health``, waiting up to ``settle_seconds`` for work in flight."""
+        """``GET /health``: status 200 where the run is healthy, else 503 with the cause.
+
+        Args:
+            settle_seconds: how long the sidecar waits for work in flight before it answers.
+
+        Raises:
+            errors.Unreachable: as ``call``.
+        """
         return self.call(
             "GET",
             f"/health?settle={settle_seconds:g}",
@@ -111,6 +165,14 @@ class Client:
         )
 
     def execute(self, query: str, environment: str) -> Answered:
-        """``POST /execute`` as a rollout sends it."""
+        """``POST /execute`` as a rollout sends it: one search for five passages.
+
+        Args:
+            query: the question.
+            environment: the ``env`` text that the run serves (``execute.environment``).
+
+        Raises:
+            errors.Unreachable: as ``call``.
+        """
         call = f"wikipedia_search(query={query!r}, top_n=5)"
         return self.call("POST", "/execute", {"env": environment, "call": call})

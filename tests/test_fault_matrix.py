@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import FlashRag
+from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.gate import health as health_module
 from smartsearch_sidecar.ledger.disk import LATCH, Disk
 from smartsearch_sidecar.ledger.recovery import Ending
@@ -345,7 +345,7 @@ REMOTE: list[tuple[str, bool]] = [
 async def remote(directory: Path, **keys: Any) -> AsyncIterator[tuple[Served, FakeRetriever]]:
     """A daemon in front of a retriever in the pinned trainer's form."""
     async with FakeRetriever() as retriever:
-        settings = FlashRag(
+        settings = FlashRagSection(
             url=retriever.url,
             corpus_sha256=CORPUS_SHA256,
             index_sha256=INDEX_SHA256,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 
 RETRY_SECONDS: Final = 0.1
 """Between two attempts of a task that retries while the servers do not answer."""
@@ -109,5 +109,5 @@ class Connect(Protocol):
     """Makes a node's ``Bus``: ``cluster.nats.bus.connect``, or what a test has in its place."""
 
     async def __call__(
-        self, cluster: Cluster, run_id: str, *, on_link: OnLink, replicas: int | None = None
+        self, cluster: ClusterSection, run_id: str, *, on_link: OnLink, replicas: int | None = None
     ) -> Bus: ...

@@ -25,7 +25,6 @@ from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, RunVe
 from smartsearch_sidecar.cluster.node_state import NodeState, Registration
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts
-from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.run.state import Cause
 
 LATCH: Final = "latch"
@@ -45,7 +44,7 @@ END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
 class Node:
     """This node. Everything is called on the loop."""
 
-    def __init__(self, cluster: Cluster, nodes: int) -> None:
+    def __init__(self, cluster: ClusterSection, nodes: int) -> None:
         """``nodes`` is how many the run has (``run.nodes``)."""
         self.cluster = cluster
         self.name = cluster.node

@@ -1,4 +1,4 @@
-"""``canaries record``: questions and what the retriever answers now, to hold it to later."""
+"""``canaries record``: questions and the retriever's answers, to compare its later answers with."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import typer
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.retrieval.canaries import Canary, dump, record
-from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 
 app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a retriever's identity.")
 
-QUESTIONS_MAX = 1000  # asked one after the other on a timer: more would be a load of their own
+QUESTIONS_MAX = 1000  # asked one by one on a timer: more would load the retriever
 
 
 @app.callback()
@@ -33,9 +32,9 @@ def record_command(
         Path, typer.Option("--config", help="The configuration with [retrieval.flashrag].")
     ],
 ) -> None:
-    """Ask each question, twice, and write what came: name the file in retrieval.flashrag.canaries.
+    """Ask each question twice and write the answers: name the file in retrieval.flashrag.canaries.
 
-    Record them while the right index is served. Exit codes: 0 written, 2 not.
+    Record them while the retriever serves the right index. Exit codes: 0 written, 2 not.
     """
     asked = read_questions(questions)
     if out.exists():
@@ -47,7 +46,7 @@ def record_command(
 
 
 def read_questions(path: Path) -> list[str]:
-    """The lines of a file that hold more than white space."""
+    """The lines of a file that are not blank."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
@@ -61,6 +60,8 @@ def read_questions(path: Path) -> list[str]:
 
 
 async def _record(config: Path, questions: list[str]) -> list[Canary]:
+    from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
+
     settings = load(config).retrieval.flashrag
     if settings.url is None or settings.corpus_sha256 is None or settings.index_sha256 is None:
         raise errors.CONFIG_INVALID(
@@ -72,7 +73,7 @@ async def _record(config: Path, questions: list[str]) -> list[Canary]:
         index_sha256=settings.index_sha256,
         batch_max=settings.batch_max,
         timeout_seconds=settings.timeout_seconds,
-        canaries=None,  # those of the configuration may be the ones to be written
+        canaries=None,  # the configured file may be the one this command is to write
     )
     try:
         await provider.start()

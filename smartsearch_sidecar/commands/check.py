@@ -47,8 +47,8 @@ def check(
 ) -> None:
     """The checkpoint gate: exit 0 healthy, 1 not, 2 unreachable.
 
-    Ask it with --settle 30: without it a run with work in flight is not healthy yet (pending).
-    After a failure it says why, what to look at and how to go on.
+    Use --settle 30: without it a run with work in flight is not healthy yet (pending). For a failed
+    run it prints the cause, what to look at and how to go on.
     """
     answer = Client(find_endpoints(run_dir).internal_url).health(settle)
     value = answer.value
@@ -58,17 +58,17 @@ def check(
             typer.echo("not ready: the index is still loading")
             raise typer.Exit(1)
         raise errors.UNREACHABLE(
-            "what answers there is not this run's sidecar (another run's endpoints.json?)"
+            "got an answer that is not a health report: is another program on this run's port?"
         )
     if as_json:
         typer.echo(json.dumps(value, indent=2, sort_keys=True))
     else:
-        _say(value)
+        _print_state(value)
     raise typer.Exit(0 if answer.status == 200 else 1)
 
 
-def _say(value: dict[str, object]) -> None:
-    """The state in one sentence, and of a failed run what to do."""
+def _print_state(value: dict[str, object]) -> None:
+    """Prints the state in one sentence, and for a failed run what to do."""
     typer.echo(_sentence(value))
     cause = value.get("cause")
     if value["state"] == "failed" and isinstance(cause, dict):
@@ -87,7 +87,7 @@ def _sentence(value: dict[str, object]) -> str:
 
 
 def _run_sentence(value: dict[str, object], cluster: dict[str, Any]) -> str:
-    """The same of a run of many nodes, and a line for each of them."""
+    """The same for a run of many nodes, and a line for each node."""
     used, nodes = cluster["counts"], cluster["nodes"]
     counted = (
         f"{used.get('answered', 0)} of {used.get('searches', 0)} searches answered, "
@@ -95,11 +95,11 @@ def _run_sentence(value: dict[str, object], cluster: dict[str, Any]) -> str:
     )
     cause = value.get("cause")
     if value["state"] == "failed" and isinstance(cause, dict):
-        said = f"failed: {cause['cause']}: {cause['detail']} ({counted})"
+        summary = f"failed: {cause['cause']}: {cause['detail']} ({counted})"
     else:
         detail = f" ({cluster['detail']})" if cluster["detail"] else ""
-        said = f"{value['state']}{detail}: {counted}"
-    lines = [said]
+        summary = f"{value['state']}{detail}: {counted}"
+    lines = [summary]
     for name, node in nodes.items():
         counts = node.get("counts", {})
         state = node.get("state", "joining")
@@ -132,7 +132,7 @@ def checkpoint(
 ) -> None:
     """Have a checkpoint accepted, and keep its receipt: exit 0 accepted, 1 refused, 2 unreachable.
 
-    Asked again for the same step it is accepted again. `ledger verify RUN --receipt FILE` proves
+    A step that was accepted is accepted again. `ledger verify RUN --receipt FILE` proves
     later which history the checkpoint was trained on.
     """
     wanted = {"step": step, "path": path, "manifest_sha256": manifest_sha256}
@@ -144,9 +144,9 @@ def checkpoint(
     )
     value = answer.value
     if not isinstance(value, dict) or "accepted" not in value:
-        raise errors.USAGE(f"no checkpoint was asked for: {_refusal(value)}")
+        raise errors.USAGE(f"the checkpoint was not judged: {_refusal(value)}")
     if not value["accepted"]:
-        _say(value)
+        _print_state(value)
         raise typer.Exit(1)
     text = json.dumps(value, indent=2)
     if receipt is None:
@@ -164,16 +164,20 @@ def checkpoint(
 
 def _refusal(value: object) -> str:
     found = value.get("error") if isinstance(value, dict) else None
-    return str(found["message"]) if isinstance(found, dict) else "what answers there is no sidecar"
+    return (
+        str(found["message"])
+        if isinstance(found, dict)
+        else "got no error message: is another program on this port?"
+    )
 
 
 def latch(
     reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")],
     run_dir: RunDir = None,
 ) -> None:
-    """Close the run's latch by hand: nothing is answered any more, no checkpoint is accepted.
+    """Close the run's latch by hand: no search, reward or checkpoint is accepted any more.
 
-    Nothing opens it again: the training goes on from its last accepted checkpoint, with a new run.
+    Nothing opens it again: training goes on from its last accepted checkpoint, with a new run.
     """
     answer = Client(find_endpoints(run_dir).internal_url).call("POST", "/latch", {"reason": reason})
     if answer.status != 200:

@@ -1,11 +1,12 @@
-"""``demo``: what ``make run`` starts. Index if missing, daemon, one question, both URLs, serve."""
+"""``demo``, which ``make run`` starts: index if missing, daemon, one question, both URLs, serve."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,13 +14,14 @@ from rich.panel import Panel
 from rich.text import Text
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.client import Client
+from smartsearch_sidecar.client import Client, Endpoints
 from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.process import daemon
-from smartsearch_sidecar.process.endpoints import Endpoints
-from smartsearch_sidecar.search.service import Service
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.process.daemon import Daemon
+    from smartsearch_sidecar.search.service import Service
 
 QUESTION = "Who discovered penicillin?"
 
@@ -42,6 +44,8 @@ def demo(
     ] = False,
 ) -> None:
     """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
+    from smartsearch_sidecar.process import daemon
+
     _require(config)
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     overrides: dict[str, Any] = {"run.directory": str(Path("runs") / f"demo-{stamp}")}
@@ -55,7 +59,7 @@ def demo(
     failures: list[errors.SidecarError] = []
 
     def ready(endpoints: Endpoints, service: Service) -> None:
-        # The question goes over HTTP as a rollout's would, so it is asked beside the loop.
+        # The question goes over HTTP, as a rollout's does; the loop's thread must not wait for it.
         def ask() -> None:
             try:
                 _show(console, loaded, endpoints, question)
@@ -64,14 +68,12 @@ def demo(
             if once or failures:
                 loop.call_soon_threadsafe(stop)
 
-        import asyncio
-
         loop = asyncio.get_running_loop()
         threading.Thread(target=ask, name="demo-question", daemon=True).start()
 
     stop: Any = None
 
-    def hold(served: daemon.Daemon) -> None:
+    def hold(served: Daemon) -> None:
         nonlocal stop
         stop = served.stop
 

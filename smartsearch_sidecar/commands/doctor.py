@@ -1,4 +1,4 @@
-"""``doctor``: everything a run needs, looked at before the GPUs are."""
+"""``doctor``: checks everything a run needs, before the GPUs are reserved."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rich.text import Text
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.doctor import Asked, Finding, Level, examine
-from smartsearch_sidecar.doctor.examination import broken_configuration
+from smartsearch_sidecar.doctor.findings import Finding, Level
 
 MOUNTS = Path("/proc/self/mounts")
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
@@ -46,18 +45,20 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Look at everything a run needs and say for each thing ok, warning or error, with the remedy.
+    """Check everything a run needs: ok, warning or error for each thing, with the remedy.
 
     Run it as the sidecar's user, in the environment the trainer is started in (proxy variables).
-    Creates nothing; only --trial-call costs anything. Exit codes: 0 fine (warnings allowed), 1 an
-    error, 2 wrong use.
+    Creates nothing, and costs nothing without --trial-call. Exit codes: 0 fine (warnings allowed),
+    1 an error, 2 wrong use.
     """
+    from smartsearch_sidecar.doctor.examination import Options, broken_configuration, examine
+
     if passage is not None and question is None:
         raise errors.USAGE("--passage says what --question must find: pass both")
     if not config.is_file():
         raise errors.USAGE(f"there is no configuration at {config}: `init` writes one")
     overrides = {} if run_dir is None else {"run.directory": str(run_dir)}
-    asked = Asked(ranks, question, passage, trial_call, trainer_uid)
+    options = Options(ranks, question, passage, trial_call, trainer_uid)
     try:
         loaded = load(config, overrides=overrides)
     except errors.ConfigError as exc:
@@ -65,7 +66,7 @@ def doctor(
     else:
         with verification() as progress:
             findings = examine(
-                loaded, asked, environ=os.environ, mounts=_mounts(), progress=progress
+                loaded, options, environ=os.environ, mounts=_mounts(), progress=progress
             )
     bad = any(finding.level is Level.ERROR for finding in findings)
     if as_json:
@@ -80,7 +81,7 @@ def _mounts() -> str:
     try:
         return MOUNTS.read_text("utf-8", "surrogateescape")
     except OSError:
-        return ""  # no such file on this system: the finding says that it is not known
+        return ""  # not on this system: the finding then says that the filesystem is not known
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -6,7 +6,6 @@ An unmodified dataset carries its environment as Python source, in ``extra_info.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,12 @@ from typing import Annotated, Any, Final
 import typer
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.commands.dataset import is_parquet, parquet_rows
 from smartsearch_sidecar.contract.execute import environment_digest
 from smartsearch_sidecar.ledger.describe import printable
 
 app = typer.Typer(name="env", help="The environments of a dataset.", no_args_is_help=True)
 
-PARQUET_MAGIC: Final = b"PAR1"
-PARQUET_ROWS: Final = 1024
 COLUMNS: Final = ["extra_info.env", "env"]
 ENVIRONMENTS_MAX: Final = 10_000
 """Different ones. A dataset with more has one per row: no list of digests is meant for that."""
@@ -43,13 +41,13 @@ class Environment:
 
     @property
     def serves(self) -> bool:
-        """Whether it defines what the sidecar answers calls of; a look at the text, no parsing."""
+        """Whether its text defines ``wikipedia_search``, the function the sidecar serves."""
         return _DEFINES.search(self.text) is not None
 
 
 @dataclass(slots=True)
 class Census:
-    """What a dataset holds: rows in all, rows without an environment, environments by digest."""
+    """Counts of a dataset: all rows, rows without an environment, environments by digest."""
 
     rows: int = 0
     without: int = 0
@@ -102,8 +100,8 @@ def digest(
     """List the environments a dataset holds: rows, text, digest, and the line for [execute].
 
     The digest leaves the search URL out, so that it holds on every node. A text is shown as it is
-    written, with control characters spelled out, and is never compiled or run. Exit 1: there is
-    none.
+    written, with control characters spelled out, and is never compiled or run. Exit 1: the dataset
+    holds no environment.
     """
     census = take(dataset)
     environments = census.ordered()
@@ -119,9 +117,7 @@ def take(dataset: Path) -> Census:
     """Counts a file's environments. Raises ``UsageError`` with the row where it cannot be read."""
     census = Census()
     try:
-        with dataset.open("rb") as file:
-            is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
-        for row in _parquet(dataset) if is_parquet else _jsonl(dataset):
+        for row in parquet_rows(dataset, COLUMNS) if is_parquet(dataset) else _jsonl(dataset):
             census.add(_environment(row))
     except OSError as error:
         raise errors.USAGE(f"{dataset} cannot be read: {error.strerror or error}") from None
@@ -152,25 +148,6 @@ def _jsonl(dataset: Path) -> Iterator[Mapping[str, Any]]:
                     "or has one object a line"
                 )
             yield row
-
-
-def _parquet(dataset: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        arrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise errors.NOT_AVAILABLE(
-            f"{dataset} is a Parquet file and pyarrow is not installed: install "
-            "smartsearch-sidecar[parquet], or name a JSONL file"
-        ) from None
-    try:
-        with parquet.ParquetFile(dataset) as file:
-            for batch in file.iter_batches(PARQUET_ROWS, columns=COLUMNS):
-                yield from batch.to_pylist()  # empty rows where neither column is there
-    except (ValueError, arrow.ArrowException) as error:
-        raise errors.USAGE(
-            f"{dataset} is a damaged Parquet file ({type(error).__name__})"
-        ) from None
 
 
 # --- words ----------------------------------------------------------------------------------------

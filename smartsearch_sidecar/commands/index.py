@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,11 +17,12 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 from rich.progress import Progress as Bars
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.commands.progress import MIB, PLAIN_SECONDS
-from smartsearch_sidecar.retrieval.bm25.build import Progress
-from smartsearch_sidecar.retrieval.bm25.build import build as build_index
+from smartsearch_sidecar.commands.progress import MIB, plain_lines
 from smartsearch_sidecar.retrieval.bm25.formats import Format
-from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.retrieval.bm25.build import Progress
+    from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
 
 app = typer.Typer(name="index", help="Make the index that is searched.", no_args_is_help=True)
 
@@ -73,7 +74,7 @@ def build(
 
 
 def build_if_missing(corpus: Path, out: Path) -> None:
-    """What the demo does: the index of ``corpus``, unless something is at ``out`` already."""
+    """Builds the index of ``corpus`` for the demo, unless ``out`` exists."""
     if out.exists():
         return
     if not corpus.exists():
@@ -82,6 +83,8 @@ def build_if_missing(corpus: Path, out: Path) -> None:
 
 
 def _build(corpus: Path, out: Path, form: Format | None) -> Manifest:
+    from smartsearch_sidecar.retrieval.bm25.build import build as build_index
+
     with _signals() as received, _progress() as progress:
         try:
             return build_index(corpus, out, form=form, progress=progress)
@@ -94,7 +97,7 @@ def _build(corpus: Path, out: Path, form: Format | None) -> Manifest:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGTERM stops like Ctrl-C, and neither disturbs the tidying up that follows the first."""
+    """SIGTERM stops like Ctrl-C. Signals after the first do not disturb the cleanup."""
     received: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -115,7 +118,7 @@ def _progress() -> Iterator[Progress]:
     """A bar for each stage on a terminal, a plain line every few seconds elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield plain_lines()
+        yield stage_lines()
         return
     with Bars(
         TextColumn("{task.description}"),
@@ -138,17 +141,12 @@ def _progress() -> Iterator[Progress]:
         yield update
 
 
-def plain_lines(clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Progress as lines of text on standard error, one every ``PLAIN_SECONDS`` at most."""
-    last = clock()
+def stage_lines(clock: Callable[[], float] = time.monotonic) -> Progress:
+    """The progress of each stage as lines of text on standard error."""
+    show = plain_lines(clock)
 
     def update(stage: str, done: int, total: int) -> None:
-        nonlocal last
-        now = clock()
-        if now - last >= PLAIN_SECONDS:
-            last = now
-            line = f"{STAGES[stage]} {_amount(stage, done, total)}".rstrip()
-            print(line, file=sys.stderr, flush=True)
+        show(lambda: f"{STAGES[stage]} {_amount(stage, done, total)}".rstrip())
 
     return update
 

@@ -1,4 +1,4 @@
-"""``init``: a configuration with its capabilities, and what the trainer must be told."""
+"""``init``: a configuration with its capabilities, and the lines for the trainer."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def init(
 ) -> None:
     """Write a configuration and two capability files (0600), with every quota sized and shown.
 
-    The one folder serves every node. Without --nats each node has its share of the searches and a
-    verdict of its own. Defaults are the pinned trainer's own script. Overwrites nothing. Exit
-    codes: 0 written, 2 not.
+    One folder serves every node. Without --nats each node has its share of the searches and its own
+    verdict. Defaults are those of the pinned trainer's script. Overwrites nothing. Exit codes: 0
+    written, 2 not.
     """
     if ranks % tensor_parallel:
         raise errors.USAGE(
-            f"{ranks} ranks cannot be parted into groups of {tensor_parallel} (--tensor-parallel)"
+            f"{ranks} ranks cannot be divided into groups of {tensor_parallel} (--tensor-parallel)"
         )
     coordination = _coordination(nodes, nats, run_id)
     plan = Plan(
@@ -125,7 +125,7 @@ def init(
     )
     loaded = load(
         folder / CONFIG_NAME,
-        # Each node's own, and in the file of none.
+        # Each node is given its own name, so the file has none.
         overrides={"cluster.node": _node(0)} if plan.coordinated else None,
     )
     typer.echo(f"{folder / CONFIG_NAME} and two capabilities beside it, readable by you alone.")
@@ -136,7 +136,7 @@ def init(
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
-    """All files or none: what is there already is never touched, what was begun is taken back."""
+    """Writes all files; on a failure removes those it made. An existing file is never touched."""
     there = [name for name in files if os.path.lexists(folder / name)]
     if there:
         raise errors.USAGE(
@@ -159,7 +159,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 
 def _coordination(nodes: int, nats: str | None, run_id: str | None) -> Coordination | None:
-    """What the nodes find each other by; refused before anything is written, and never quoted."""
+    """The NATS address and the run's name, checked before anything is written, and never quoted."""
     if nats is None:
         if run_id is not None:
             raise errors.USAGE("--run-id names the run on NATS: pass --nats as well")
@@ -167,7 +167,7 @@ def _coordination(nodes: int, nats: str | None, run_id: str | None) -> Coordinat
     if nodes == 1:
         raise errors.USAGE("--nats is for a run of many nodes: pass --nodes as well")
     chosen = Coordination(nats, secrets.token_hex(8) if run_id is None else run_id)
-    # The models' own rules and words, for a file that would not load would have to be taken back.
+    # Checked by the models: a file that does not load would have to be removed again.
     load(
         None,
         overrides={
@@ -183,12 +183,12 @@ def _coordination(nodes: int, nats: str | None, run_id: str | None) -> Coordinat
 
 
 def _node(number: int) -> str:
-    """A node's name; what counts is that no two have the same, and a node keeps its own."""
+    """A node's name. No two nodes may have the same, and a node keeps its own."""
     return f"node-{number}"
 
 
 def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[str]:
-    """What to do now, as lines to copy."""
+    """The next commands, as lines to copy."""
     config = shlex.quote(str(folder / CONFIG_NAME))
     run = '"$RUN"' if plan.coordinated else shlex.quote(str(folder / RUN_NAME))
     name = f"{NODE_VARIABLE}={_node(0)} " if plan.coordinated else ""
@@ -209,22 +209,22 @@ def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[s
     yield "  actor_rollout_ref.rollout.sandbox_url=sidecar \\"
     yield f"  custom_reward_function.path={shlex.quote(str(REWARD_FILE))} \\"
     yield "  custom_reward_function.name=compute_score reward_model.reward_manager=re_call"
-    yield "or with searches alone (the URL then stands in the trainer's logs and trackers):"
+    yield "or with searches alone (the URL is then in the trainer's logs and trackers):"
     yield (f'  actor_rollout_ref.rollout.sandbox_url="$(smartsearch-sidecar url --run-dir {run})"')
 
 
 def _on_every_node(config: str, plan: Plan) -> Iterator[str]:
-    """What else a run of several nodes needs; nothing where there is one."""
+    """The lines for a run of several nodes; no line where there is one node."""
     if plan.coordinated:
         yield ""
         yield f"On each of the {plan.nodes} nodes, from this folder or a copy of it (modes kept),"
-        yield f"under a name of its own ({_node(0)} to {_node(plan.nodes - 1)}), which it keeps:"
+        yield f"with its own name ({_node(0)} to {_node(plan.nodes - 1)}), the same at each start:"
         yield "  RUN=/a/folder/of/the/nodes/own/disk/001"
         yield (
             f"  {NODE_VARIABLE}={_node(0)} smartsearch-sidecar serve --config {config} "
             '--run-dir "$RUN" --resume'
         )
-        yield "or let config/slurm, config/kubernetes or integrations/ray_sidecars.py do it."
+        yield "or use config/slurm, config/kubernetes or integrations/ray_sidecars.py."
     elif plan.nodes > 1:
         yield ""
         yield (

@@ -1,40 +1,43 @@
-"""The first configuration of a run: quotas sized from what the trainer is told, and its text.
+"""The first configuration of a run: quotas sized from the trainer's settings, and its text.
 
-No I/O. The arithmetic is shown to the person, because a quota is a promise: the run ends where it
-is used up, and an error in it is found days later.
+Apart from ``init`` because it does no I/O: tests ask it for many plans. The arithmetic is shown to
+the operator, because a run ends where a quota is used up, and a wrong one is found days later.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from smartsearch_sidecar.load_test.shape import THREADS_PER_RANK
+import tomli_w
+
+from smartsearch_sidecar.config.messages import env_name
+from smartsearch_sidecar.config.schema import FIELDS
+from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
 from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS
 
 SPARE: Final = 1.25
-"""Resumed steps, a step more than planned, groups sampled again."""
-LEASE_BLOCK: Final = 256
-"""The preset; a small run's nodes would hold too much of it between them."""
+"""Factor of each quota: for resumed steps, a step more than planned, groups sampled again."""
+LEASE_BLOCK: Final[int] = FIELDS["cluster.lease_block"].default
+"""The default. In a small run the nodes together would hold too many of its searches."""
 LEASED_SHARE: Final = 20
-"""One block a node is at most this part of the run's searches."""
-SLOTS: Final = 8
-WAITING_MIN: Final = 512
-"""The preset; a larger node needs more."""
+"""The blocks of all nodes together are at most one in this many of the run's searches."""
+SLOTS: Final[int] = FIELDS["execute.slots"].default
+WAITING_MIN: Final[int] = FIELDS["execute.waiting_max"].default
+"""The default; a larger node needs more."""
 CONFIG_NAME: Final = "sidecar.toml"
 EXECUTE_NAME: Final = "execute.capability"
 INTERNAL_NAME: Final = "internal.capability"
 RUN_NAME: Final = "runs/001"
-NODE_VARIABLE: Final = "SMARTSEARCH_SIDECAR__CLUSTER__NODE"
-RUN_ID_VARIABLE: Final = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
+NODE_VARIABLE: Final = env_name("cluster.node")
+RUN_ID_VARIABLE: Final = env_name("cluster.run_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the trainer is started with.
+    """The settings that the trainer is started with.
 
     Attributes:
         ranks: rollout processes of this node, one a GPU.
@@ -45,7 +48,7 @@ class Plan:
         searches: of a rollout at most (``rollout.max_turns``).
         validation_questions, test_every: of the test set, and the steps between two tests.
         nodes: trainer nodes that share the load.
-        coordinated: whether they lease from one allowance (``[cluster]``); each has a share if not.
+        coordinated: whether they lease from one quota (``[cluster]``), or have a share each.
     """
 
     ranks: int
@@ -62,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Coordination:
-    """What nodes of one run find each other by; the address is a secret where it holds one."""
+    """How the nodes of one run find each other. The address may hold a password."""
 
     nats_url: str
     run_id: str
@@ -70,7 +73,7 @@ class Coordination:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What follows; whole numbers, rounded up to two digits."""
+    """The quotas that follow from a plan: whole numbers, rounded up to two digits."""
 
     max_calls: int
     waiting_max: int
@@ -84,7 +87,7 @@ class Sizes:
 
 
 def rounded(value: float) -> int:
-    """Up, to two digits: a quota is read by people."""
+    """Rounds up to two digits: people read a quota."""
     if value <= 0:
         return 0
     unit: int = 10 ** max(0, math.floor(math.log10(value)) - 1)
@@ -127,7 +130,7 @@ def _sharing(plan: Plan) -> int:
 
 
 def arithmetic(plan: Plan, sizes: Sizes) -> list[str]:
-    """How each number came about."""
+    """The calculation of each quota, a line each."""
     nodes = f" / {plan.nodes} nodes" if _sharing(plan) > 1 else ""
     leased = (
         f"lease_block   {sizes.max_calls:,} / {plan.nodes} nodes / {LEASED_SHARE}, "
@@ -199,8 +202,7 @@ waiting_max = {sizes.waiting_max}
 provider = "bm25"
 
 [retrieval.bm25]
-index = {json.dumps(where, ensure_ascii=False)}
-
+{tomli_w.dumps({"index": where})}
 {_cluster(sizes, coordination)}[reward]
 enabled = false  # true once the lines with marks below are filled in
 {_provenance(coordination)}max_scores = {sizes.max_scores}
@@ -232,20 +234,21 @@ def _directory(coordination: Coordination | None) -> str:
 
 
 def _provenance(coordination: Coordination | None) -> str:
-    """Every answer of every node is known to each, so a block none of them gave is found."""
+    """Enforced, because each node knows the answers of all: it finds a block that no node gave."""
     return "" if coordination is None else 'provenance = "enforce"\n'
 
 
 def _cluster(sizes: Sizes, coordination: Coordination | None) -> str:
     if coordination is None:
         return ""
+    address = tomli_w.dumps({"nats_url": coordination.nats_url}).rstrip()
     return f"""\
 # One run over all nodes: every quota in this file is the run's, and nodes lease from it in blocks.
 # Another run needs another run_id, as it needs another directory.
 [cluster]
-nats_url = {json.dumps(coordination.nats_url)}  # may hold a password: this file is 0600
+{address}  # may hold a password: this file is 0600
 run_id = "{coordination.run_id}"  # or {RUN_ID_VARIABLE}
 lease_block = {sizes.lease_block}
-# node: each node's own name. Whoever starts it there sets {NODE_VARIABLE}.
+# node: each node's own name. Set {NODE_VARIABLE} where the node is started.
 
 """

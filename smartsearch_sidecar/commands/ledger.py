@@ -55,7 +55,7 @@ RunDir = Annotated[Path, typer.Argument(help="The run's directory.", metavar="RU
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")]
 
 
-class Layout(enum.StrEnum):
+class ExportLayout(enum.StrEnum):
     """Layouts a run can be exported in."""
 
     REFERENCE = "reference"
@@ -129,7 +129,7 @@ def show(
     *,
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", help="A kind of record, or what stands before its dot; repeatable."),
+        typer.Option("--kind", help="A kind of record, or the part before its dot; repeatable."),
     ] = None,
     number: Annotated[
         list[int] | None,
@@ -180,8 +180,8 @@ def export(
     run: RunDir,
     out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
     layout: Annotated[
-        Layout, typer.Option("--layout", help="Whose files: the reference implementation's.")
-    ] = Layout.REFERENCE,
+        ExportLayout, typer.Option("--layout", help="Whose files: the reference implementation's.")
+    ] = ExportLayout.REFERENCE,
 ) -> None:
     """Write the run's searches as the reference implementation keeps them: a file for each."""
     with _no_history(), verification(f"exporting ({layout.value})") as progress:
@@ -235,7 +235,7 @@ async def _replay(run: Path, config: Config, progress: Progress) -> tuple[Replay
             top_n=TOP_N,
             retries=config.retrieval.retries,
             drop_tagged=config.retrieval.on_protocol_tag == "drop",
-            watch_drift=False,  # a changed document is what this is to report
+            watch_drift=False,  # a changed document is an answer of replay, not a fault
         )
         identity = await guard.claim_identity()
         names = sorted(identity.keys() | claimed.keys())

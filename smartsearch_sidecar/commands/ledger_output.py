@@ -1,4 +1,7 @@
-"""The words of the ledger commands: what was found, as lines for a person."""
+"""The output of the ledger commands: lines for a person, and JSON values.
+
+Apart from ``ledger`` because it is pure: it takes results and gives text, without a command line.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def verified_json(all_found: list[Verification], missing: list[str]) -> dict[str
 def reports(
     all_found: list[Verification], receipt: CheckpointReceipt | None, missing: list[str]
 ) -> Iterator[Text]:
-    """Every directory's report, and what is missing of a receipt's nodes."""
+    """Every directory's report, and the nodes of the receipt whose directory is missing."""
     for found in all_found:
         if len(all_found) > 1:
             yield Text(printable(str(found.directory)), style="bold")
@@ -112,7 +115,7 @@ def _ending(found: Verification) -> str:
 
 
 def replayed_json(result: Replayed, strange: list[str]) -> dict[str, Any]:
-    """The JSON value of a replay; ``strange`` names what differs in the provider's identity."""
+    """The JSON value of a replay; ``strange``: parts of the provider's identity that differ."""
     return {
         "same": result.same,
         "searches": result.searches,

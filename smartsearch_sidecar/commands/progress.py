@@ -48,13 +48,28 @@ def verification(what: str = "verifying the index") -> Iterator[Callable[[int, i
 
 
 def _plain(what: str) -> Callable[[int, int], None]:
-    last = time.monotonic()
+    show = plain_lines()
 
     def update(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PLAIN_SECONDS:
-            last = now
-            print(f"{what}: {done // MIB} of {total // MIB} MiB", file=sys.stderr, flush=True)
+        show(lambda: f"{what}: {done // MIB} of {total // MIB} MiB")
 
     return update
+
+
+def plain_lines(
+    clock: Callable[[], float] = time.monotonic,
+) -> Callable[[Callable[[], str]], None]:
+    """Prints lines on standard error: at most one every ``PLAIN_SECONDS``, the others are left out.
+
+    The result is called with a function that makes the line, so that no line is made in vain.
+    """
+    last = clock()
+
+    def show(line: Callable[[], str]) -> None:
+        nonlocal last
+        now = clock()
+        if now - last >= PLAIN_SECONDS:
+            last = now
+            print(line(), file=sys.stderr, flush=True)
+
+    return show

@@ -1,4 +1,4 @@
-"""``rehearse``: the pinned client's load against a scratch copy, before a run depends on it."""
+"""``rehearse``: a load test of this node with the pinned client's calls, before a run needs it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,34 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client, Endpoints
-from smartsearch_sidecar.commands import questions as asked
-from smartsearch_sidecar.commands.progress import PLAIN_SECONDS
+from smartsearch_sidecar.commands.dataset import is_parquet, parquet_rows
+from smartsearch_sidecar.commands.progress import plain_lines
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.load_test.client_worker import Part, ask
-from smartsearch_sidecar.load_test.processes import Cast, scratch_sidecar
+from smartsearch_sidecar.load_test.client_worker import (
+    DECLINED,
+    STOCK_QUESTIONS,
+    THREADS_PER_RANK,
+    Workload,
+    ask,
+)
+from smartsearch_sidecar.load_test.processes import ClientWorkers, scratch_sidecar, scratch_text
 from smartsearch_sidecar.load_test.report import (
-    Played,
-    Tally,
+    CallStats,
+    LoadTestResult,
     as_json,
     reasons,
     suggestions,
 )
-from smartsearch_sidecar.load_test.scratch import scratch_text
-from smartsearch_sidecar.load_test.shape import DECLINED, THREADS_PER_RANK
 
-ALONE = 20  # searches asked one at a time before the ranks begin
+UNLOADED = 20  # searches asked one at a time before the ranks begin
 LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 15.0
 BAR_WIDTH = 40
+QUESTIONS_MAX = 5000
+"""So many that the caches see what they see in a run; more only cost memory."""
+_WORDS = 9  # of a passage, as long as a question
 
 
 def rehearse(
@@ -60,29 +68,29 @@ def rehearse(
     ] = None,
     as_json_: Annotated[bool, typer.Option("--json", help="Print JSON at the end.")] = False,
 ) -> None:
-    """Play N ranks of the pinned rollout against a scratch copy of the configuration.
+    """Load-test this node: N ranks of the pinned rollout against a scratch copy of the run.
 
-    Eight threads a rank, a new connection a call, ten seconds of patience, for as long as asked.
-    The copy has a directory of its own (beside the run's, on the same disk, removed at the end), a
-    port of its own, and rewards off. Exit codes: 0 the node would hold, 1 it would not, 2 it did
-    not come to that.
+    Each rank calls from eight threads, with a new connection for each call and a timeout of ten
+    seconds. The scratch copy has its own directory (beside the run's, on the same disk, removed at
+    the end), its own port, and rewards off. Exit codes: 0 the node would hold, 1 it would not, 2
+    the test could not run.
     """
     loaded = load(config)
-    found = asked.named(loaded, questions)  # before anything is started for them
+    found = _named(loaded, questions)  # read before anything is started
     with _folder(loaded) as folder:
-        played, source = _play(loaded, folder, ranks, seconds, found)
-    why = reasons(played, loaded)
+        result, source = _run(loaded, folder, ranks, seconds, found)
+    why = reasons(result, loaded)
     if as_json_:
-        typer.echo(json.dumps({**as_json(played, loaded), "questions": source}, indent=2))
+        typer.echo(json.dumps({**as_json(result, loaded), "questions": source}, indent=2))
     else:
-        _report(played, loaded, why, source)
+        _report(result, loaded, why, source)
     raise typer.Exit(1 if why else 0)
 
 
 @contextmanager
 def _folder(config: Config) -> Iterator[Path]:
-    """A private folder, on the run's own disk where that can be written: syncs cost what they will
-    cost there.
+    """A private folder, on the run's own disk where that can be written: a sync there costs what it
+    costs in the run.
     """
     directory = config.run.directory
     parent = None if directory is None else directory.parent
@@ -95,93 +103,88 @@ def _folder(config: Config) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _play(
+def _run(
     config: Config, folder: Path, ranks: int, seconds: float, found: tuple[list[str], str] | None
-) -> tuple[Played, str]:
+) -> tuple[LoadTestResult, str]:
     scratch, run = folder / "scratch.toml", folder / "run"
     scratch.write_text(scratch_text(config), encoding="utf-8")
     environment = config.execute.environment
     print("starting a scratch sidecar (a large index takes a while)", file=sys.stderr, flush=True)
-    with scratch_sidecar(scratch, run) as endpoints, Cast() as cast:
+    with scratch_sidecar(scratch, run) as endpoints, ClientWorkers() as workers:
         client = Client(endpoints.sandbox_url)
-        chosen, source = asked.choose(config, found, client)
-        alone = [ask(client, question, environment)[1] for question in (chosen * ALONE)[:ALONE]]
-        parts = [
-            Part(endpoints.sandbox_url, environment, chosen, rank, ranks, seconds)
+        chosen, source = found or (questions_of_corpus(client, config), "passages of the corpus")
+        unloaded = [
+            ask(client, question, environment)[1] for question in (chosen * UNLOADED)[:UNLOADED]
+        ]
+        workloads = [
+            Workload(endpoints.sandbox_url, environment, chosen, rank, ranks, seconds)
             for rank in range(ranks)
         ]
         began = time.monotonic()
-        cast.rehearse(parts)
-        with _view(cast.tally, endpoints, ranks) as look:
-            cast.wait(seconds, look, every=LOOK_SECONDS)
+        workers.start(workloads)
+        with _view(workers.stats, endpoints, ranks) as look:
+            workers.wait(seconds, look, every=LOOK_SECONDS)
         took = time.monotonic() - began
         internal = Client(endpoints.internal_url)
         health = internal.health(SETTLE_SECONDS).value
         status = internal.call("GET", "/status").value
         cause = health.get("cause")
-        played = Played(
+        result = LoadTestResult(
             ranks=ranks,
             took_seconds=min(took, max(seconds, LOOK_SECONDS)),
-            alone_seconds=statistics.median(alone),
-            tally=cast.tally,
+            unloaded_seconds=statistics.median(unloaded),
+            stats=workers.stats,
             most_waiting=status["slots"]["most_waiting"],
             state=health["state"],
             cause=None if cause is None else f"{cause['cause']}: {cause['detail']}",
             cache=status["cache"],
             journal_bytes=sum(file.stat().st_size for file in (run / "journal").iterdir()),
         )
-    return played, source
+    return result, source
 
 
 # --- what is shown -------------------------------------------------------------------------------
 
 
 @contextmanager
-def _view(tally: Tally, endpoints: Endpoints, ranks: int) -> Iterator[Callable[[], None]]:
+def _view(stats: CallStats, endpoints: Endpoints, ranks: int) -> Iterator[Callable[[], None]]:
     """A table on a terminal, a line every few seconds elsewhere."""
     console = Console(stderr=True)
     internal = Client(endpoints.internal_url)
     began = time.monotonic()
     if not console.is_terminal:
-        yield _plain(tally, began)
+        yield _plain(stats, began)
         return
     with Live(console=console, transient=True, auto_refresh=False) as live:
 
         def look() -> None:
             slots = internal.call("GET", "/status").value["slots"]
-            live.update(_table(tally, slots, ranks, time.monotonic() - began), refresh=True)
+            live.update(_table(stats, slots, ranks, time.monotonic() - began), refresh=True)
 
         yield look
 
 
-def _plain(tally: Tally, began: float) -> Callable[[], None]:
-    last = began
+def _plain(stats: CallStats, began: float) -> Callable[[], None]:
+    show = plain_lines()
 
     def look() -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PLAIN_SECONDS:
-            last = now
-            failed = sum(tally.failures.values())
-            print(
-                f"rehearsing: {now - began:.0f} s, {tally.calls:,} calls, {failed:,} failed",
-                file=sys.stderr,
-                flush=True,
-            )
+        failed = sum(stats.failures.values())
+        seconds = time.monotonic() - began
+        show(lambda: f"load test: {seconds:.0f} s, {stats.calls:,} calls, {failed:,} failed")
 
     return look
 
 
-def _table(tally: Tally, slots: dict[str, Any], ranks: int, seconds: float) -> Table:
+def _table(stats: CallStats, slots: dict[str, Any], ranks: int, seconds: float) -> Table:
     table = Table.grid(padding=(0, 2))
     rows = {
         "ranks": f"{ranks}, {ranks * THREADS_PER_RANK} calls at once, {seconds:.0f} s",
-        "calls": f"{tally.calls:,}, {tally.calls / seconds:,.0f} a second",
+        "calls": f"{stats.calls:,}, {stats.calls / seconds:,.0f} a second",
         "slots": f"{slots['in_service']} of {slots['total']} in service, "
         f"{slots['waiting']} waiting (most {slots['most_waiting']})",
-        "latency": _latency(Tally(seconds=tally.seconds[-2000:])),
-        "declined": f"{tally.outcomes[DECLINED]:,}",
-        "failed": ", ".join(f"{count} {name}" for name, count in tally.failures.items()) or "none",
+        "latency": _latency(CallStats(seconds=stats.seconds[-2000:])),
+        "declined": f"{stats.outcomes[DECLINED]:,}",
+        "failed": ", ".join(f"{count} {name}" for name, count in stats.failures.items()) or "none",
     }
     for name, text in rows.items():
         bad = name == "failed" and text != "none"
@@ -189,34 +192,110 @@ def _table(tally: Tally, slots: dict[str, Any], ranks: int, seconds: float) -> T
     return table
 
 
-def _latency(tally: Tally) -> str:
+def _latency(stats: CallStats) -> str:
     shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("slowest", 1.0))
-    return ", ".join(f"{name} {tally.percentile(share) * 1000:,.0f} ms" for name, share in shares)
+    return ", ".join(f"{name} {stats.percentile(share) * 1000:,.0f} ms" for name, share in shares)
 
 
-def _report(played: Played, config: Config, why: list[str], source: str) -> None:
+def _report(result: LoadTestResult, config: Config, why: list[str], source: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    tally = played.tally
+    stats = result.stats
     console.print(
-        f"{played.ranks} ranks, {played.at_once} calls at once, {tally.calls:,} calls "
-        f"({played.rate:,.0f} a second); questions: {source}"
+        f"{result.ranks} ranks, {result.calls_at_once} calls at once, {stats.calls:,} calls "
+        f"({result.rate:,.0f} a second); questions: {source}"
     )
-    most = max((count for _, count in tally.histogram()), default=1)
-    for name, count in tally.histogram():
+    most = max((count for _, count in stats.histogram()), default=1)
+    for name, count in stats.histogram():
         bar = "█" * max(1, round(BAR_WIDTH * count / most)) if count else ""
         console.print(Text(f"  {name:<15} {bar:<{BAR_WIDTH}} {count:,}"))
-    console.print(f"  latency   {_latency(tally)}; alone {played.alone_seconds * 1000:,.1f} ms")
-    console.print(f"  waiting   at most {played.most_waiting} of {config.execute.waiting_max}")
-    console.print(f"  declined  {tally.outcomes[DECLINED]:,}")
-    refused = ", ".join(f"{count:,} {name}" for name, count in tally.failures.items())
+    console.print(f"  latency   {_latency(stats)}; alone {result.unloaded_seconds * 1000:,.1f} ms")
+    console.print(f"  waiting   at most {result.most_waiting} of {config.execute.waiting_max}")
+    console.print(f"  declined  {stats.outcomes[DECLINED]:,}")
+    refused = ", ".join(f"{count:,} {name}" for name, count in stats.failures.items())
     console.print(f"  failed    {refused or 'none'}")
-    cache = ", ".join(f"{count:,} {name}" for name, count in played.cache.items())
+    cache = ", ".join(f"{count:,} {name}" for name, count in result.cache.items())
     console.print(f"  cache     {cache or 'off'}")
-    console.print(f"  journal   {played.journal_bytes / 2**20:,.1f} MiB")
+    console.print(f"  journal   {result.journal_bytes / 2**20:,.1f} MiB")
     if why:
         for sentence in why:
             console.print(Text("does not hold: ", style="bold red").append(sentence, "default"))
     else:
-        console.print(Text("holds", style="bold green").append(f" {played.ranks} ranks", "default"))
-    for line in suggestions(played, config):
+        console.print(Text("holds", style="bold green").append(f" {result.ranks} ranks", "default"))
+    for line in suggestions(result, config):
         console.print(Text(f"  {line}"))
+
+
+# --- the questions --------------------------------------------------------------------------------
+
+
+def questions_of_file(path: Path) -> list[str]:
+    """The first questions of a file: the trainer's Parquet, JSONL with ``question``, or lines.
+
+    Raises ``UsageError`` where there are none.
+    """
+    found: list[str] = []
+    try:
+        for question in _each_question(path):
+            if question.strip():
+                found.append(question.strip())
+            if len(found) == QUESTIONS_MAX:
+                break
+    except (OSError, UnicodeDecodeError) as exc:
+        raise errors.USAGE(f"{path} cannot be read as questions ({type(exc).__name__})") from None
+    if not found:
+        raise errors.USAGE(
+            f"{path} holds no questions: Parquet or JSONL with a column `question`, or plain lines"
+        )
+    return found
+
+
+def _each_question(path: Path) -> Iterator[str]:
+    if is_parquet(path):
+        for row in parquet_rows(path, ["question"]):
+            question = row.get("question")
+            yield question if isinstance(question, str) else ""
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield _question_of_line(line)
+
+
+def _question_of_line(line: str) -> str:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    question = value.get("question")
+    return question if isinstance(question, str) else ""
+
+
+def questions_of_corpus(client: Client, config: Config) -> list[str]:
+    """Pieces of the passages that plain questions find: as long as questions, in its own words.
+
+    Raises ``UsageError`` where nothing is found.
+    """
+    found: dict[str, None] = {}
+    for question in STOCK_QUESTIONS:
+        answer = client.execute(question, config.execute.environment)
+        if answer.status != 200:
+            raise errors.USAGE(
+                f"the scratch sidecar refused a plain question: {answer.value['error']['message']}"
+            )
+        words = answer.value["result"].split()
+        for at in range(0, len(words) - _WORDS, _WORDS):
+            found[" ".join(words[at : at + _WORDS])] = None
+    if not found:
+        raise errors.USAGE(
+            "plain English questions find no passage to make questions of: name a file with "
+            "--questions"
+        )
+    return list(found)[:QUESTIONS_MAX]
+
+
+def _named(config: Config, given: Path | None) -> tuple[list[str], str] | None:
+    """Questions and path of the given file, else of a split's references; ``None`` without one."""
+    references = config.reward.references
+    path = given or references.train or references.validation
+    return None if path is None else (questions_of_file(path), str(path))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.errors import GOING_ON, remedy
-from smartsearch_sidecar.process import daemon
-from smartsearch_sidecar.process.endpoints import Endpoints
 from smartsearch_sidecar.run.state import Cause
-from smartsearch_sidecar.search.service import Service
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.search.service import Service
 
 
 def serve(
@@ -37,6 +38,8 @@ def serve(
 
     Exit codes: 0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
     """
+    from smartsearch_sidecar.process import daemon
+
     overrides: dict[str, Any] = {}
     if run_dir is not None:
         overrides["run.directory"] = str(run_dir)
@@ -48,19 +51,19 @@ def serve(
     def ready(endpoints: Endpoints, service: Service) -> None:
         served.append(service)
         if service.state.closed:
-            _say_failed(service.state.cause)
+            _print_failed(service.state.cause)
         # The URLs hold capabilities: they go to the file (0600) and, on request, to `url`.
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
     with verification() as progress:
         code = daemon.serve_until_stopped(loaded, resume=resume, progress=progress, on_ready=ready)
     if served and served[0].state.closed:
-        _say_failed(served[0].state.cause)
+        _print_failed(served[0].state.cause)
     raise typer.Exit(code)
 
 
-def _say_failed(cause: Cause | None) -> None:
-    """What the log's fields do not say: that nothing is answered any more, and how to go on."""
+def _print_failed(cause: Cause | None) -> None:
+    """Prints what the log does not say: the run answers nothing more, and how to go on."""
     named = "unknown" if cause is None else f"{cause.cause}: {cause.detail}"
     todo = "" if cause is None else f"{remedy(cause.cause)} "
     print(

@@ -1,31 +1,42 @@
 """The configuration: frozen, strict values, each limit with its unit and its reason.
 
-``sections_*`` hold the keys and ``model`` the whole; ``profiles`` what a profile presets; ``rules``
-what must hold between keys; ``layers`` where values come from (file, environment, command line);
-``wording`` the sentence a person gets for each thing that is wrong; ``loading`` the one way in.
+``sections`` declares every key, ``keys`` is what declarations are made of, ``model`` is the whole
+and the rules between keys. ``loading`` is the one way in: file, environment, command line.
+``schema`` is the flat table of keys, ``messages`` the sentence for each thing that is wrong.
 """
 
 from __future__ import annotations
 
 from smartsearch_sidecar.config.loading import load
 from smartsearch_sidecar.config.model import Config
-from smartsearch_sidecar.config.sections_reward import Helper, Quotas, References, Reward
-from smartsearch_sidecar.config.sections_run import Cluster, Ledger, Run, Server
-from smartsearch_sidecar.config.sections_search import Bm25, Execute, FlashRag, Retrieval
+from smartsearch_sidecar.config.sections import (
+    Bm25Section,
+    ClusterSection,
+    ExecuteSection,
+    FlashRagSection,
+    HelperSection,
+    LedgerSection,
+    QuotasSection,
+    ReferencesSection,
+    RetrievalSection,
+    RewardSection,
+    RunSection,
+    ServerSection,
+)
 
 __all__ = [
-    "Bm25",
-    "Cluster",
+    "Bm25Section",
+    "ClusterSection",
     "Config",
-    "Execute",
-    "FlashRag",
-    "Helper",
-    "Ledger",
-    "Quotas",
-    "References",
-    "Retrieval",
-    "Reward",
-    "Run",
-    "Server",
+    "ExecuteSection",
+    "FlashRagSection",
+    "HelperSection",
+    "LedgerSection",
+    "QuotasSection",
+    "ReferencesSection",
+    "RetrievalSection",
+    "RewardSection",
+    "RunSection",
+    "ServerSection",
     "load",
 ]

@@ -29,7 +29,7 @@ def nearest(key: str) -> str:
     """The known key or section a person most likely meant.
 
     A slip of a letter inside the section first, then the same word in another section, then
-    whatever is closest.
+    the closest of all names.
     """
     section, _, leaf = key.rpartition(".")
     everything = [*schema.FIELDS, *schema.SECTIONS]
@@ -59,9 +59,8 @@ def unknown(key: str, source: str, *, as_env: bool = False) -> str:
         close = f"the section [{close}]"
     elif as_env:
         close = env_name(close)
-    return (
-        f"{env_name(key) if as_env else key}{_at(source)} is no known key: the nearest is {close}."
-    )
+    name = env_name(key) if as_env else key
+    return f"{name}{_at(source)} is not a known key: the nearest is {close}."
 
 
 def not_a_key(section: str, source: str) -> str:
@@ -84,7 +83,7 @@ def missing(key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a person wrote it, bounded, without what may be a password in an address."""
+    """A value as a person wrote it, cut short, without the user and password of an address."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list | tuple):

@@ -1,65 +1,216 @@
-"""``Config``: the sections together, as the rest of the package receives them.
+"""``Config``: the sections together, as the rest of the package receives them, and its rules.
 
 Values are strict (a number in quotes is not a number) and frozen. ``loading.load`` is the way to
-make one: it also knows files, environment and profiles, and has words for what is wrong.
+make one: it also reads files, environment and profiles, and explains each problem.
 """
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from smartsearch_sidecar.config import rules
-from smartsearch_sidecar.config.keys import Section, key
-from smartsearch_sidecar.config.profiles import Profile
-from smartsearch_sidecar.config.sections_reward import Reward
-from smartsearch_sidecar.config.sections_run import Cluster, Ledger, Run, Server
-from smartsearch_sidecar.config.sections_search import Execute, Retrieval
+from smartsearch_sidecar.config.keys import Section, key, kind_of
+from smartsearch_sidecar.config.sections import (
+    ClusterSection,
+    ExecuteSection,
+    LedgerSection,
+    RetrievalSection,
+    RewardSection,
+    RunSection,
+    ServerSection,
+)
 
-# What never leaves this process, and the files it was read from.
-SECRETS: Final[dict[str, set[str]]] = {
-    "server": {
-        "execute_capability",
-        "execute_capability_file",
-        "internal_capability",
-        "internal_capability_file",
-    },
-    "cluster": {"nats_url"},
-}
+FILE_KEY: Final = "_file"
+"""The ending of a key that names the file a secret is read from."""
 
 
 class Config(Section):
     """Everything, loaded and checked."""
 
-    profile: Profile = key(
+    profile: Literal["training", "reference"] = key(
         "training",
-        "What presets the keys marked with it: `reference` equals the reference implementation.",
+        "Presets the keys that show two defaults; `reference` equals the reference implementation.",
     )
-    run: Run = Field(default_factory=Run)
-    server: Server = Field(default_factory=Server)
-    execute: Execute = Field(default_factory=Execute)
-    retrieval: Retrieval = Field(default_factory=Retrieval)
-    reward: Reward = Field(default_factory=Reward)
-    ledger: Ledger = Field(default_factory=Ledger)
-    cluster: Cluster | None = None
+    run: RunSection = Field(default_factory=RunSection)
+    server: ServerSection = Field(default_factory=ServerSection)
+    execute: ExecuteSection = Field(default_factory=ExecuteSection)
+    retrieval: RetrievalSection = Field(default_factory=RetrievalSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    ledger: LedgerSection = Field(default_factory=LedgerSection)
+    cluster: ClusterSection | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if sentences := rules.broken(self):
+        if sentences := broken(self):
             raise PydanticCustomError("rules", "{sentences}", {"sentences": sentences})
         return self
 
     def public(self) -> dict[str, Any]:
         """JSON values of every key but the secrets; for claim, status and page."""
-        return self.model_dump(mode="json", exclude=SECRETS)
+        return self.model_dump(mode="json", exclude=_secrets(self))
 
     def digest(self) -> str:
-        """sha256 of what decides how this run behaves: not where it lies, nor its port."""
+        """sha256 of the keys that decide how a run behaves: not its directory, port or secrets."""
         value = self.public()
         del value["run"]["directory"], value["server"]["port"]
         canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _secrets(section: Section) -> dict[str, Any]:
+    """Each secret and the key of its file, in the form that ``model_dump`` excludes."""
+    found: dict[str, Any] = {}
+    fields = type(section).model_fields
+    for name, field in fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            if inner := _secrets(value):
+                found[name] = inner
+            continue
+        if SecretStr in (
+            kind_of(field),
+            kind_of(fields.get(name.removesuffix(FILE_KEY), field)),
+        ):
+            found[name] = True
+    return found
+
+
+# --- rules between keys ---------------------------------------------------------------------------
+#
+# The docstring of each rule is its line in config/README.md. A rule yields one sentence for
+# each way in which it is broken.
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``. Of names, only ``localhost`` counts."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _unclean_restart(config: Config) -> Iterator[str]:
+    """`run.on_unclean_restart = "report"` needs rewards with `reward.provenance = "enforce"`."""
+    run, reward = config.run, config.reward
+    enforced = reward.enabled and reward.provenance == "enforce"
+    if run.on_unclean_restart == "report" and not enforced:
+        yield (
+            'run.on_unclean_restart = "report" needs reward.enabled = true and reward.provenance = '
+            '"enforce": nothing else finds the rollouts that met the outage.'
+        )
+
+
+def _provenance_of_nodes(config: Config) -> Iterator[str]:
+    """`run.nodes` above 1 presets `reward.provenance` to `record`; `enforce` needs `[cluster]`."""
+    if config.cluster is None and config.run.nodes > 1 and config.reward.provenance == "enforce":
+        yield (
+            'reward.provenance = "enforce" with run.nodes above 1 needs [cluster]: a sidecar alone '
+            'does not know what the others answered; use "record".'
+        )
+
+
+def _cluster_of_one(config: Config) -> Iterator[str]:
+    """`[cluster]` needs `run.nodes` of 2 or more."""
+    if config.cluster is not None and config.run.nodes == 1:
+        yield (
+            "[cluster] needs run.nodes of 2 or more: with 1, this node's verdict would pass for "
+            "the run's."
+        )
+
+
+def _loopback(config: Config) -> Iterator[str]:
+    """`server.host` must be loopback unless `server.allow_remote` is true."""
+    server = config.server
+    if not is_loopback(server.host) and not server.allow_remote:
+        yield (
+            f'server.host = "{server.host}" is not loopback: capabilities would cross a network in '
+            "clear; use 127.0.0.1, or allow it with server.allow_remote = true."
+        )
+
+
+def _probe(config: Config) -> Iterator[str]:
+    """`server.probe_host` and `server.probe_port` go together; the port is one of its own."""
+    server = config.server
+    if (server.probe_host is None) != (server.probe_port is None):
+        absent = "server.probe_host" if server.probe_host is None else "server.probe_port"
+        yield f"{absent} is missing: server.probe_host and server.probe_port go together."
+    elif server.probe_port and (server.probe_host, server.probe_port) == (server.host, server.port):
+        yield "server.probe_port is server.port: the second listener needs a port of its own."
+
+
+def _capabilities(config: Config) -> Iterator[str]:
+    """The two capabilities of `[server]` differ; each comes from its key or its file, not both."""
+    execute, internal = config.server.execute_capability, config.server.internal_capability
+    if execute is not None and execute == internal:
+        yield (
+            "server.execute_capability and server.internal_capability are the same: rollout code "
+            "would reach references and rewards; use two."
+        )
+
+
+def _provider(config: Config) -> Iterator[str]:
+    """`retrieval.provider = "bm25"` needs `retrieval.bm25.index`; `"flashrag"` needs `url`,
+    `corpus_sha256` and `index_sha256` of `[retrieval.flashrag]`.
+    """
+    retrieval = config.retrieval
+    if retrieval.provider == "bm25" and retrieval.bm25.index is None:
+        yield (
+            'retrieval.bm25.index is missing: retrieval.provider = "bm25" needs the folder that '
+            "`smartsearch-sidecar index build` wrote."
+        )
+    if retrieval.provider == "flashrag":
+        for name in ("url", "corpus_sha256", "index_sha256"):
+            if getattr(retrieval.flashrag, name) is None:
+                yield (
+                    f"retrieval.flashrag.{name} is missing: retrieval.provider = "
+                    '"flashrag" needs it.'
+                )
+
+
+def _reward(config: Config) -> Iterator[str]:
+    """`reward.enabled` needs `reward.checkout`, or `reward.source` with `reward.source_sha256`; the
+    references of at least one split; and the helper's `url`, `model` and `model_sha256`.
+    """
+    reward = config.reward
+    if not reward.enabled:
+        return
+    if reward.checkout is not None and reward.source is not None:
+        yield "reward.checkout and reward.source exclude each other: name one place of the scorer."
+    if reward.checkout is None and reward.source is None:
+        yield (
+            "reward.checkout is missing: reward.enabled needs the pinned trainer's checkout, or "
+            "reward.source with reward.source_sha256."
+        )
+    if reward.source is not None and reward.source_sha256 is None:
+        yield "reward.source_sha256 is missing: reward.source is trusted by its digest alone."
+    if reward.references.train is None and reward.references.validation is None:
+        yield (
+            "reward.references.train is missing: reward.enabled needs the answers of at least one "
+            "split."
+        )
+    for name in ("url", "model", "model_sha256"):
+        if getattr(reward.helper, name) is None:
+            yield f"reward.helper.{name} is missing: reward.enabled needs it."
+
+
+RULES: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
+    _unclean_restart,
+    _provenance_of_nodes,
+    _cluster_of_one,
+    _loopback,
+    _probe,
+    _capabilities,
+    _provider,
+    _reward,
+)
+
+
+def broken(config: Config) -> list[str]:
+    """The sentences of every rule that ``config`` breaks, in the order of ``RULES``."""
+    return [sentence for rule in RULES for sentence in rule(config)]

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
-from smartsearch_sidecar.config.keys import Section
-from smartsearch_sidecar.config.model import Config
-from smartsearch_sidecar.config.values import Allowed
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    """An annotation and what it is made of: unions and ``Annotated`` opened, ``None`` left out."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        for part in get_args(annotation):
-            if part is not types.NoneType:
-                yield from _parts(part)
-        return
-    if get_origin(annotation) is Annotated:
-        yield from annotation.__metadata__
-        yield from _parts(get_args(annotation)[0])
-    else:
-        yield annotation
+from smartsearch_sidecar.config import keys
+from smartsearch_sidecar.config.keys import Allowed, Preset, Section, parts
+from smartsearch_sidecar.config.model import FILE_KEY, Config
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
     """The model of a field that is a section, or ``None`` for a key."""
-    for part in _parts(field.annotation):
+    for part in parts(field.annotation):
         if isinstance(part, type) and issubclass(part, Section):
             return part
     return None
@@ -52,33 +37,37 @@ SECTIONS: Final[dict[str, type[Section]]] = {
 FIELDS: Final[dict[str, FieldInfo]] = {
     name: field for name, field in _ALL.items() if name not in SECTIONS
 }
+PRESETS: Final[dict[str, Preset]] = {
+    name: preset for name, field in FIELDS.items() if (preset := keys.preset_of(field)) is not None
+}
+"""The keys that a profile presets. After loading each of them has a value."""
 
 
 def kind_of(key: str) -> Any:
     """The plain type behind a key: ``int``, ``Path``, ``SecretStr``, ``tuple``, a ``Literal``, …"""
-    for part in _parts(FIELDS[key].annotation):
-        origin = get_origin(part)
-        if isinstance(part, type):
-            return part
-        if origin is Literal:
-            return Literal
-        if isinstance(origin, type):
-            return origin
-    raise TypeError(f"{key} has an annotation of no known kind")
+    return keys.kind_of(FIELDS[key])
 
 
 def is_path(key: str) -> bool:
+    """Whether a key holds a path."""
     return kind_of(key) is Path
 
 
 def is_secret(key: str) -> bool:
+    """Whether the value of a key must never be shown."""
     return kind_of(key) is SecretStr
 
 
+SECRETS_WITH_FILES: Final = tuple(
+    name for name in FIELDS if is_secret(name) and f"{name}{FILE_KEY}" in FIELDS
+)
+"""The secrets that may also be read from a file, named by the key with ``_file`` behind it."""
+
+
 def allowed(key: str) -> str:
-    """What a key may hold, in words that complete "use …"."""
+    """The values a key may hold, in words that complete "use …"."""
     field = FIELDS[key]
-    for part in (*field.metadata, *_parts(field.annotation)):
+    for part in (*field.metadata, *parts(field.annotation)):
         if isinstance(part, Allowed):
             return part.words
         if get_origin(part) is Literal:
@@ -99,6 +88,5 @@ def allowed(key: str) -> str:
 
 
 def unit(key: str) -> str:
-    """The unit of a number as `` (unit)``, or nothing where the key has none."""
-    extra = FIELDS[key].json_schema_extra
-    return f" ({extra['unit']})" if isinstance(extra, dict) and extra.get("unit") else ""
+    """The unit of a number as `` (unit)``, or an empty text where the key has no unit."""
+    return keys.unit_of(FIELDS[key])

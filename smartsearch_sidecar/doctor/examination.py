@@ -1,4 +1,7 @@
-"""Everything in order: what is cheap and local first, then what must be opened or asked."""
+"""All checks in order: first the cheap and local ones, then those that open or ask something.
+
+Apart from the command so that it knows no terminal.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,15 @@ from smartsearch_sidecar.retrieval.registry import Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the operator says: ranks of this node, a question and the text its passage must hold,
-    whether the helper may be called once (it costs tokens), and whose uid the trainer has.
+class Options:
+    """The operator's options.
+
+    Attributes:
+        ranks: rollout ranks of this node; ``None`` where not known.
+        question: one that must find a passage.
+        passage: text that one of its passages must hold.
+        trial_call: whether the helper is called once, which costs tokens.
+        trainer_uid: the user the trainer runs as.
     """
 
     ranks: int | None = None
@@ -30,27 +39,32 @@ class Asked:
 
 def examine(
     config: Config,
-    asked: Asked,
+    options: Options,
     *,
     environ: Mapping[str, str],
     mounts: str,
     progress: Progress | None = None,
 ) -> list[Finding]:
-    """Looks at everything a run of ``config`` needs; blocks, for as long as verifying the index
-    takes. ``environ`` is that of whoever starts the trainer, ``mounts`` the text of
-    ``/proc/self/mounts``.
+    """Checks everything a run of ``config`` needs. Blocks for as long as verifying the index takes.
+
+    Args:
+        config: the configuration that ``serve`` will get.
+        options: the operator's options.
+        environ: the environment in which the trainer is started.
+        mounts: the text of ``/proc/self/mounts``.
+        progress: called with bytes verified and bytes in all.
     """
     server = config.server
     findings = [
         ok("configuration", f"profile {config.profile}, provider {config.retrieval.provider}"),
         *machine.check_ports(config),
-        *machine.check_room(config, asked.ranks),
+        *machine.check_room(config, options.ranks),
         loopback.check_proxies(environ, server.host, server.port or 80),
-        machine.check_descriptors(config, asked.ranks),
-        machine.check_user(os.geteuid(), asked.trainer_uid),
+        machine.check_descriptors(config, options.ranks),
+        machine.check_user(os.geteuid(), options.trainer_uid),
         machine.check_directory(config.run.directory),
     ]
-    searched, helped = asyncio.run(_ask(config, asked, progress))
+    searched, helped = asyncio.run(_ask(config, options, progress))
     place = machine.existing(config.run.directory or Path.cwd())
     findings += [
         machine.check_filesystem(place, mounts),
@@ -63,16 +77,16 @@ def examine(
 
 
 async def _ask(
-    config: Config, asked: Asked, progress: Progress | None
+    config: Config, options: Options, progress: Progress | None
 ) -> tuple[retriever.Searched, list[Finding]]:
     searched = await retriever.check_retriever(
-        config, question=asked.question, passage=asked.passage, progress=progress
+        config, question=options.question, passage=options.passage, progress=progress
     )
     if not config.reward.enabled:
         return searched, []
-    return searched, await scoring.check_helper(config, trial_call=asked.trial_call)
+    return searched, await scoring.check_helper(config, trial_call=options.trial_call)
 
 
 def broken_configuration(exc: errors.SidecarError) -> Finding:
-    """The one finding there is where the configuration cannot be loaded."""
+    """The only finding where the configuration cannot be loaded."""
     return error("configuration", exc.message)

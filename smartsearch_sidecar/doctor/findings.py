@@ -1,4 +1,4 @@
-"""One line of an examination: what was looked at, how it is, and what to do about it."""
+"""One line of an examination: the thing, its level, and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Level(enum.StrEnum):
-    """How it is. Only an error keeps a run from being good."""
+    """How good a thing is. Only an error keeps a run from being good."""
 
     OK = "ok"
     WARNING = "warning"
@@ -17,7 +17,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``remedy`` is a command, a key or a sentence; none where nothing is to be done."""
+    """``remedy`` is a command, a key or a sentence; ``None`` where nothing is to be done."""
 
     name: str
     level: Level

@@ -1,7 +1,7 @@
 """Proxy variables that would capture the rollouts' calls to this machine.
 
 The pinned client is ``requests``, which obeys them for loopback as well: the calls then go to the
-proxy, and what it answers becomes rollout text. The rules here are those of ``requests`` for one
+proxy, and its answers become rollout text. The rules here are those of ``requests`` for one
 plain http address; a test holds them to it.
 """
 
@@ -23,7 +23,7 @@ def check_proxies(environ: Mapping[str, str], host: str, port: int) -> Finding:
         return ok(NAME, f"a client with this environment reaches {host} directly")
     return error(
         NAME,
-        f"{captured} is set and nothing exempts {host}: every rollout's call would go to the proxy",
+        f"{captured} is set and nothing exempts {host}: rollouts would call the proxy instead",
         f"where the trainer is started: {export_line(environ, host)}",
     )
 
@@ -42,7 +42,7 @@ def capturing(environ: Mapping[str, str], host: str, port: int) -> str | None:
 
 
 def export_line(environ: Mapping[str, str], host: str) -> str:
-    """What to run before the trainer: keeps what is exempt already, in both spellings."""
+    """The line to run before the trainer: it keeps present exemptions, and sets both spellings."""
     before = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     names = [name.strip() for name in before.split(",") if name.strip()]
     names += [name for name in dict.fromkeys((host, "127.0.0.1", "localhost")) if name not in names]
@@ -51,7 +51,7 @@ def export_line(environ: Mapping[str, str], host: str) -> str:
 
 
 def _exempt(no_proxy: str, host: str, port: int) -> bool:
-    if no_proxy.strip() == "*":  # among others it is a name like any
+    if no_proxy.strip() == "*":  # in a list of names, an asterisk means nothing
         return True
     names = [name.strip().lstrip(".").lower() for name in no_proxy.split(",") if name.strip()]
     return any(_ends(host.lower(), name) for name in names) or any(

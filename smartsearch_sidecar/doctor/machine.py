@@ -1,6 +1,7 @@
 """This host: ports, run directory, free space, filesystem, descriptors, user.
 
-Blocking and quick. Nothing is created: a port is bound and let go, a directory is only looked at.
+Blocking and quick. Nothing is created: a port is bound and closed again. Apart from the other
+checks because it needs neither a retriever nor a scorer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from pathlib import Path
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
-from smartsearch_sidecar.load_test.shape import CLIENT_SECONDS, THREADS_PER_RANK
-from smartsearch_sidecar.process.endpoints import bind
+from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, THREADS_PER_RANK
+from smartsearch_sidecar.process.endpoints import OTHER_DESCRIPTORS, bind
 
-OTHER_DESCRIPTORS = 256
-"""Beside connections: journal, index, helper and retriever; the daemon asks for the same."""
 SCORE_BYTES = 24 * 1024
 """Records of one score: a rollout of 8,192 tokens kept verbatim, and its answer."""
 HELPER_CALL_BYTES = 2 * 1024
@@ -51,7 +50,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
         elif name == "port":
             yield warning(
                 name,
-                "any free one is taken: sandbox_url is another at each start",
+                "0: any free port is taken, and sandbox_url changes with each start",
                 "set server.port where more than one node, or a restart, must keep the URL",
             )
         else:
@@ -59,7 +58,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 
 def check_room(config: Config, ranks: int | None) -> Iterator[Finding]:
-    """Whether everyone who calls at once finds a place, and is answered before they leave."""
+    """Whether all calls at once find a place, and get an answer before the client leaves."""
     execute = config.execute
     if execute.deadline_seconds >= CLIENT_SECONDS:
         yield warning(
@@ -69,23 +68,23 @@ def check_room(config: Config, ranks: int | None) -> Iterator[Finding]:
             "execute.deadline_seconds = 9: a late search is then named, not lost",
         )
     if ranks is None:
-        yield warning("waiting room", "not sized: how many ranks call is not known", "pass --ranks")
+        yield warning("waiting room", "not checked: the ranks are not known", "pass --ranks")
         return
     at_once, places = ranks * THREADS_PER_RANK, execute.slots + execute.waiting_max
     if places < at_once:
         yield error(
             "waiting room",
-            f"{ranks} ranks call {at_once} times at once, slots and room take {places}: the next "
-            "one closes the latch",
+            f"{ranks} ranks make {at_once} calls at once, slots and waiting room hold {places}: "
+            "the next call closes the latch",
             f"execute.waiting_max = {at_once - execute.slots} or more",
         )
     else:
-        yield ok("waiting room", f"{at_once} calls at once find {places} places")
+        yield ok("waiting room", f"{places} places for {at_once} calls at once")
 
 
 def check_descriptors(config: Config, ranks: int | None) -> Finding:
-    """Whether this process may hold as many connections as will come; ``serve`` raises the soft
-    limit itself, up to the hard one.
+    """Whether the hard limit allows as many connections as will come; ``serve`` raises the soft
+    limit itself.
     """
     name = "descriptors"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,7 +108,7 @@ def check_descriptors(config: Config, ranks: int | None) -> Finding:
 
 
 def check_user(uid: int, trainer_uid: int | None) -> Finding:
-    """Whether rollout code could read what only the trainer may."""
+    """Whether code that a rollout runs can read references and the internal URL."""
     name = "user"
     if trainer_uid is not None and trainer_uid != uid:
         rest = ", but root reads every file" if trainer_uid == 0 else ""
@@ -121,7 +120,7 @@ def check_user(uid: int, trainer_uid: int | None) -> Finding:
         name,
         f"this is uid {uid}, {same}: code that a rollout runs as the same user can read the "
         "references and the internal URL",
-        "only another uid or a container separates them; --trainer-uid tells whose it is",
+        "separate them by another user or a container; --trainer-uid names the trainer's user",
     )
 
 
@@ -143,14 +142,14 @@ def check_directory(directory: Path | None) -> Finding:
         )
     if os.path.lexists(directory):
         return error(
-            name, f"{directory} exists and is no run", "name a directory that is not there"
+            name, f"{directory} exists and is not a run", "name a directory that does not exist"
         )
-    parent = existing(directory.parent)  # `serve` makes what is missing below it
+    parent = existing(directory.parent)  # `serve` creates the missing folders below it
     if not os.access(parent, os.W_OK | os.X_OK):
         return error(
             name, f"{parent} cannot be written by uid {os.geteuid()}", "give it to this user"
         )
-    return ok(name, f"{directory} can be made")
+    return ok(name, f"{directory} can be created")
 
 
 def check_space(config: Config, place: Path, search_bytes: int) -> Finding:
@@ -168,29 +167,29 @@ def check_space(config: Config, place: Path, search_bytes: int) -> Finding:
     if free >= need:
         return ok(name, text)
     remedy = "another disk, or smaller quotas (execute.max_calls): a full disk ends the run"
-    # Quotas are bounds and rarely used up: half of what they allow may well be enough.
+    # Quotas are upper bounds, rarely used up: with half of that space a run may well end in order.
     return error(name, text, remedy) if free < need / 2 else warning(name, text, remedy)
 
 
 def check_filesystem(place: Path, mounts: str) -> Finding:
-    """Whether a sync there means anything; ``mounts`` is the text of ``/proc/self/mounts``."""
+    """Whether a sync there reaches a disk; ``mounts`` is the text of ``/proc/self/mounts``."""
     name = "filesystem"
     found = filesystem_of(place, mounts)
     if found is None:
-        return warning(name, f"that of {place} is not known", "keep runs on a local disk")
+        return warning(name, f"the filesystem of {place} is not known", "keep runs on a local disk")
     kind, options = found
     if kind in _SYNC_IS_EMPTY or "volatile" in options:
         return warning(
             name,
-            f"{place} is {kind}: a sync there keeps nothing, a power cut takes answers that were "
-            "given",
+            f"{place} is {kind}: a sync there does not reach a disk, and a power cut loses answers "
+            "that were given",
             "keep runs on a local disk",
         )
     if kind in _SYNC_IS_REMOTE or kind.startswith("fuse."):
         return warning(
             name,
-            f"{place} is {kind}: every sync crosses a network, and what it promises is the "
-            "server's",
+            f"{place} is {kind}: every sync crosses a network, and how durable it is depends on "
+            "the server",
             "keep runs on a local disk, and copy them when they are done",
         )
     return ok(name, f"{place} is {kind}")
@@ -212,7 +211,7 @@ def filesystem_of(place: Path, mounts: str) -> tuple[str, frozenset[str]] | None
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder above that is there, links followed."""
+    """The path, or its nearest parent folder that exists; links followed."""
     for folder in (path, *path.parents):
         if folder.is_dir():
             return folder.resolve()

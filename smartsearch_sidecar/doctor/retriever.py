@@ -1,4 +1,7 @@
-"""Who searches: whether it opens, says who it is, and finds what it must."""
+"""The retriever: whether it opens, identifies itself, and finds a known passage.
+
+Apart from ``scoring``, as retrieval and reward are apart.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
+from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
 from smartsearch_sidecar.retrieval.registry import Progress, open_configured
@@ -19,19 +23,14 @@ SEARCH_BYTES: Final = 6 * 1024
 """Records of one search where none could be measured: five passages of 100 words, escaped."""
 FOREIGN_ENVIRONMENT_BYTES: Final = 4 * 1024
 """An unmodified dataset's ``env`` text, kept with each search; only its digest is known here."""
-STOCK_QUESTIONS: Final = (
-    "Who wrote the first history of the world?",
-    "In which city was the composer born?",
-    "When did the war end?",
-    "What is the capital of the largest country?",
-)
-"""Asked to measure: words that any encyclopedia has."""
+MEASURED: Final = STOCK_QUESTIONS[:4]
+"""Asked to find a passage, and to measure the records of a search."""
 _WORDS_KEPT = 12  # of a passage, to ask for it
 
 
 @dataclass(slots=True)
 class Searched:
-    """What was found out, and the bytes that the records of one search take."""
+    """The findings, and the bytes that the records of one search take."""
 
     findings: list[Finding]
     search_bytes: int = SEARCH_BYTES
@@ -44,7 +43,7 @@ async def check_retriever(
     passage: str | None,
     progress: Progress | None = None,
 ) -> Searched:
-    """Opens what is configured, as ``serve`` does, and asks it.
+    """Opens the configured retriever, as ``serve`` does, and asks it.
 
     ``question`` must find something, and where ``passage`` is given, a passage that holds that
     text. Without a question one is made of a passage's own words, and must find that passage.
@@ -92,11 +91,11 @@ def _canaries(config: Config) -> Finding:
     if config.retrieval.flashrag.canaries is None:
         return warning(
             "canaries",
-            "none: that the retriever serves the declared corpus and index is only declared",
+            "none: nothing checks that the retriever serves the declared corpus and index",
             "`smartsearch-sidecar canaries record QUESTIONS OUT --config F`, then "
             "retrieval.flashrag.canaries",
         )
-    return ok("canaries", "every recorded answer came again")  # opening asked them all
+    return ok("canaries", "the retriever gives every recorded answer")  # opening asked them all
 
 
 class _Asking:
@@ -119,13 +118,13 @@ class _Asking:
 async def _known(asking: _Asking, question: str | None, passage: str | None) -> Finding:
     if question is not None:
         return _answered(question, (await asking.ask(question)).documents(), passage)
-    for stock in STOCK_QUESTIONS:
+    for stock in MEASURED:
         for document in (await asking.ask(stock)).documents():
             return await _finds_itself(asking, document)
     return error(
         "known question",
         "plain questions find no passage at all: the corpus is empty, or of another language",
-        "ask one that it must answer with --question",
+        "pass a question that it must answer with --question",
     )
 
 
@@ -135,7 +134,7 @@ def _answered(question: str, documents: list[dict[str, str]], passage: str | Non
     if not documents:
         return error(name, f"{asked} finds no passage", "is this the corpus the run is to search?")
     if passage is None:
-        return ok(name, f"{asked} finds first: {documents[0]['contents'][:60]!r}")
+        return ok(name, f"{asked} finds, at rank 1: {documents[0]['contents'][:60]!r}")
     for rank, document in enumerate(documents, 1):
         if passage.casefold() in document["contents"].casefold():
             return ok(name, f"{asked} finds its passage at rank {rank}")
@@ -152,12 +151,12 @@ async def _finds_itself(asking: _Asking, document: dict[str, str]) -> Finding:
     found = (await asking.ask(words)).documents()
     for rank, other in enumerate(found, 1):
         if other["id"] == document["id"]:
-            return ok(name, f"a passage asked for by its first words comes at rank {rank}")
+            return ok(name, f"the first words of a passage find it at rank {rank}")
     return error(
         name,
         f"passage {document['id'][:40]!r} is not found by its own first words",
-        "the index is not of this corpus, or the retriever searches by something else: "
-        "ask with --question",
+        "the index is not of this corpus, or the retriever does not search by text: pass a "
+        "question with --question",
     )
 
 
@@ -168,7 +167,7 @@ async def _measured(asking: _Asking, config: Config) -> int:
     if execute.accepted_environment_sha256:
         environment = " " * max(FOREIGN_ENVIRONMENT_BYTES, len(environment))
     sizes = []
-    for question in STOCK_QUESTIONS:
+    for question in MEASURED:
         found = await asking.ask(question)
         asked = draft(
             Kind.RETRIEVAL_REQUESTED,

@@ -1,4 +1,7 @@
-"""Who scores: the pinned source, the references, the helper and, asked for, one call to it."""
+"""Rewards: the pinned source, the references, the helper and, if asked for, one call to it.
+
+Apart from ``retriever``, as reward and retrieval are apart.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def check_files(config: Config) -> Iterator[Finding]:
             source = verify_checkout(reward.checkout)
         elif reward.source is not None and reward.source_sha256 is not None:
             source = verify_file(reward.source, reward.source_sha256)
-        else:  # the configuration's own rule, seen from here
+        else:  # loading refuses this; here for the type checker
             raise errors.CONFIG_INVALID("neither reward.checkout nor reward.source is set")
         Scorer(source)
         if config.run.directory is not None:
@@ -41,7 +44,7 @@ def check_files(config: Config) -> Iterator[Finding]:
 
 
 async def check_helper(config: Config, *, trial_call: bool) -> list[Finding]:
-    """Who the helper is, and one completion of it where ``trial_call`` (it costs tokens)."""
+    """Whether the helper is the declared one; ``trial_call`` asks it once, which costs tokens."""
     section = config.reward.helper
     if section.url is None or section.model is None or section.model_sha256 is None:
         return [error("helper", "reward.helper.url, model and model_sha256 are needed")]

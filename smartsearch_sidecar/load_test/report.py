@@ -1,4 +1,7 @@
-"""What came of the calls, whether the node would hold, and what to set. No I/O, no clock."""
+"""The result of a load test: statistics of the calls, whether the node holds, what to set.
+
+No I/O, no clock.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from smartsearch_sidecar.load_test.shape import (
+from smartsearch_sidecar.load_test.client_worker import (
     ANSWERED,
     CLIENT_SECONDS,
     DECLINED,
@@ -18,40 +21,40 @@ if TYPE_CHECKING:
     from smartsearch_sidecar.config import Config
 
 MARGIN: Final = 0.75
-"""Share of the deadline that the slowest call of a rehearsal may take: a run is a thousand times
-longer, and meets what is slower."""
-SIDE_BY_SIDE: Final = 0.6
-"""Of the speed that slots would have if searches did not slow each other: above it, more slots
-help; below, the searches are bound by something slots do not add."""
+"""Share of the deadline that the slowest call of a load test may take: a run is a thousand times
+longer, and meets slower calls."""
+SCALING: Final = 0.6
+"""Measured rate divided by the rate of searches that do not slow each other. Above it, more slots
+help; below it, cores or the retriever are the limit, and slots add neither."""
 
 BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 
 @dataclass(slots=True)
-class Tally:
+class CallStats:
     """Every call's outcome and seconds."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
     def add(self, outcome: str, seconds: float) -> None:
-        """One call that ended."""
+        """Counts one call that ended."""
         self.outcomes[outcome] += 1
         self.seconds.append(seconds)
 
     @property
     def calls(self) -> int:
-        """Calls that ended, in any way."""
+        """How many calls ended, in any way."""
         return len(self.seconds)
 
     @property
-    def good(self) -> int:
-        """Calls that a rollout could use."""
+    def usable(self) -> int:
+        """How many calls gave an answer that a rollout can use."""
         return self.outcomes[ANSWERED] + self.outcomes[DECLINED]
 
     @property
     def failures(self) -> dict[str, int]:
-        """The others, most frequent first."""
+        """Calls of every other outcome, the most frequent outcome first."""
         return {
             outcome: count
             for outcome, count in self.outcomes.most_common()
@@ -79,14 +82,25 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """A rehearsal that ended: the tally, and what the sidecar says of it."""
+class LoadTestResult:
+    """A load test that ended.
+
+    Attributes:
+        ranks: client processes, eight calls each.
+        took_seconds: for how long they called.
+        unloaded_seconds: one search at a time, connection included: the median.
+        stats: every call.
+        most_waiting: the most requests that waited for a slot at once.
+        state: what ``/health`` says of the scratch sidecar at the end.
+        cause: of a failed one, its code and detail.
+        cache: counters of the answer cache.
+        journal_bytes: the size of the journal it wrote.
+    """
 
     ranks: int
     took_seconds: float
-    alone_seconds: float
-    """One search while nobody else asks, connection included: the median."""
-    tally: Tally
+    unloaded_seconds: float
+    stats: CallStats
     most_waiting: int
     state: str
     cause: str | None
@@ -94,51 +108,51 @@ class Played:
     journal_bytes: int
 
     @property
-    def at_once(self) -> int:
-        """Calls out at the same time."""
+    def calls_at_once(self) -> int:
+        """Calls under way at the same time."""
         return self.ranks * THREADS_PER_RANK
 
     @property
     def rate(self) -> float:
-        """Calls that ended, a second."""
-        return self.tally.calls / self.took_seconds if self.took_seconds else 0.0
+        """Calls that ended, per second."""
+        return self.stats.calls / self.took_seconds if self.took_seconds else 0.0
 
 
-def reasons(played: Played, config: Config) -> list[str]:
-    """Why this node would not hold; none where it would."""
+def reasons(result: LoadTestResult, config: Config) -> list[str]:
+    """Why this node would not hold, one sentence each; empty where it would."""
     found = []
-    tally = played.tally
-    if not tally.good:
+    stats = result.stats
+    if not stats.usable:
         found.append("no call was answered")
-    if tally.failures:
-        listed = ", ".join(f"{count:,} {outcome}" for outcome, count in tally.failures.items())
-        found.append(f"{sum(tally.failures.values()):,} calls failed: {listed}")
-    if played.state != "healthy":
-        found.append(f"the sidecar ended {played.state}: {played.cause or 'work did not settle'}")
+    if stats.failures:
+        listed = ", ".join(f"{count:,} {outcome}" for outcome, count in stats.failures.items())
+        found.append(f"{sum(stats.failures.values()):,} calls failed: {listed}")
+    if result.state != "healthy":
+        found.append(f"the sidecar ended {result.state}: {result.cause or 'work did not settle'}")
     deadline = min(config.execute.deadline_seconds, CLIENT_SECONDS)
-    slowest = tally.percentile(1.0)
-    if not tally.failures and slowest > MARGIN * deadline:
+    slowest = stats.percentile(1.0)
+    if not stats.failures and slowest > MARGIN * deadline:
         found.append(
             f"the slowest call took {slowest:.1f} s of the {deadline:g} s there are; a run is "
-            "longer and meets a slower one"
+            "longer and meets slower calls"
         )
     return found
 
 
-def suggestions(played: Played, config: Config) -> list[str]:
+def suggestions(result: LoadTestResult, config: Config) -> list[str]:
     """What to set, a line each: slots, waiting room and deadline."""
     execute = config.execute
-    slots, why = _slots(played, execute.slots)
-    room = max(0, played.at_once - slots)
-    slowest = played.tally.percentile(1.0)
+    slots, why = _slots(result, execute.slots)
+    at_once = result.calls_at_once
+    room = max(0, at_once - slots)
+    slowest = result.stats.percentile(1.0)
     lines = [f"execute.slots = {slots}  # {why}"]
     if execute.waiting_max < room:
         lines.append(
-            f"execute.waiting_max = {room}  # now {execute.waiting_max}; {played.at_once} call at "
-            "once"
+            f"execute.waiting_max = {room}  # now {execute.waiting_max}; {at_once} calls at once"
         )
     else:
-        lines.append(f"execute.waiting_max = {execute.waiting_max}  # enough for {played.at_once}")
+        lines.append(f"execute.waiting_max = {execute.waiting_max}  # enough for {at_once}")
     wanted = _deadline(slowest, execute.deadline_seconds)
     lines.append(
         f"execute.deadline_seconds = {wanted:g}  # slowest call {slowest:.2f} s; the client "
@@ -147,59 +161,59 @@ def suggestions(played: Played, config: Config) -> list[str]:
     return lines
 
 
-def _slots(played: Played, slots: int) -> tuple[int, str]:
-    if played.tally.failures:
-        return slots, "as it is: refused calls say nothing about the speed of searches"
-    if played.most_waiting == 0:
-        return slots, "nobody had to wait"
-    ideal = slots / played.alone_seconds if played.alone_seconds else math.inf
-    share = played.rate / ideal
-    more = min(played.at_once, slots * 2)
-    if share >= SIDE_BY_SIDE and more > slots:
+def _slots(result: LoadTestResult, slots: int) -> tuple[int, str]:
+    if result.stats.failures:
+        return slots, "unchanged: with failed calls the speed of searches is not known"
+    if result.most_waiting == 0:
+        return slots, "no call had to wait for a slot"
+    ideal = slots / result.unloaded_seconds if result.unloaded_seconds else math.inf
+    share = result.rate / ideal
+    more = min(result.calls_at_once, slots * 2)
+    if share >= SCALING and more > slots:
         return more, (
-            f"now {slots}, and {played.most_waiting} waited: searches run side by side at "
-            f"{share:.0%} of their speed alone, so more of them help"
+            f"now {slots}, and up to {result.most_waiting} waited: searches side by side keep "
+            f"{share:.0%} of their speed alone, so more slots help"
         )
     return slots, (
-        f"{played.most_waiting} waited, but searches side by side run at {share:.0%} of their "
-        "speed alone: more cores or a faster retriever would help, more slots would not"
+        f"up to {result.most_waiting} waited, but searches side by side keep {share:.0%} of their "
+        "speed alone: more cores or a faster retriever help, more slots do not"
     )
 
 
 def _deadline(slowest: float, deadline: float) -> float:
-    """As it is while it is under the client's patience and well above what was seen."""
+    """The configured deadline while it is below the client's timeout and well above ``slowest``."""
     longest = CLIENT_SECONDS - 1
     if deadline < CLIENT_SECONDS and slowest <= MARGIN * deadline:
         return deadline
     return min(longest, max(deadline, math.ceil(slowest / MARGIN)))
 
 
-def as_json(played: Played, config: Config) -> dict[str, Any]:
+def as_json(result: LoadTestResult, config: Config) -> dict[str, Any]:
     """JSON values: the verdict first."""
-    tally = played.tally
-    why = reasons(played, config)
+    stats = result.stats
+    why = reasons(result, config)
     return {
         "holds": not why,
         "reasons": why,
-        "suggestions": suggestions(played, config),
-        "ranks": played.ranks,
-        "calls_at_once": played.at_once,
-        "seconds": played.took_seconds,
-        "calls": tally.calls,
-        "calls_per_second": played.rate,
-        "outcomes": dict(tally.outcomes),
-        "declined": tally.outcomes[DECLINED],
+        "suggestions": suggestions(result, config),
+        "ranks": result.ranks,
+        "calls_at_once": result.calls_at_once,
+        "seconds": result.took_seconds,
+        "calls": stats.calls,
+        "calls_per_second": result.rate,
+        "outcomes": dict(stats.outcomes),
+        "declined": stats.outcomes[DECLINED],
         "milliseconds": {
-            "alone": played.alone_seconds * 1000,
+            "alone": result.unloaded_seconds * 1000,
             **{
-                name: tally.percentile(share) * 1000
+                name: stats.percentile(share) * 1000
                 for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("slowest", 1.0))
             },
         },
-        "histogram": dict(tally.histogram()),
-        "most_waiting": played.most_waiting,
-        "state": played.state,
-        "cause": played.cause,
-        "cache": played.cache,
-        "journal_bytes": played.journal_bytes,
+        "histogram": dict(stats.histogram()),
+        "most_waiting": result.most_waiting,
+        "state": result.state,
+        "cause": result.cause,
+        "cache": result.cache,
+        "journal_bytes": result.journal_bytes,
     }

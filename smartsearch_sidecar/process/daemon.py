@@ -18,6 +18,7 @@ import structlog
 import uvloop
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.resume import Reopened
@@ -25,7 +26,12 @@ from smartsearch_sidecar.ledger.start import take_directory
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process import logs
 from smartsearch_sidecar.process.build import Parts, assemble
-from smartsearch_sidecar.process.endpoints import Endpoints, bind, raise_descriptor_limit
+from smartsearch_sidecar.process.endpoints import (
+    bind,
+    endpoints_json,
+    raise_descriptor_limit,
+    served_at,
+)
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.retrieval.registry import Progress
 from smartsearch_sidecar.run.record import Kind
@@ -127,9 +133,9 @@ class Daemon:
         # Before the file that says so: who finds the address must find it answering.
         self.app.serve_with(service, parts.scoring, parts.cluster_run)
         self.app.operator.watch(self._sources(parts, server), parts.facts)
-        endpoints = Endpoints.at(self.config.server.host, self.port, self._execute, self._internal)
+        endpoints = served_at(self.config.server.host, self.port, self._execute, self._internal)
         try:
-            await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints.as_json())
+            await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints_json(endpoints))
         except OSError as exc:
             await self._wind_down(parts, server, listening)
             raise errors.RUN_DIRECTORY(

@@ -6,42 +6,40 @@ import errno
 import os
 import resource
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import orjson
 import structlog
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.client import Endpoints
 
-OTHER_DESCRIPTORS = 256  # journal, index, helper and retriever connections, loop
+OTHER_DESCRIPTORS = 256
+"""Beside client connections: journal, index, helper, retriever and the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Where a served run is reached. Both URLs hold a capability: never log them."""
+def served_at(host: str, port: int, execute: str, internal: str) -> Endpoints:
+    """The two URLs of a run, with the capabilities ``execute`` and ``internal``."""
+    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return Endpoints(f"{base}/{execute}", f"{base}/{internal}")
 
-    sandbox_url: str
-    internal_url: str
-    pid: int
 
-    def as_json(self) -> bytes:
-        """The bytes of ``endpoints.json``."""
-        value = {
-            "sandbox_url": self.sandbox_url,
-            "internal_url": self.internal_url,
-            "pid": self.pid,
-        }
-        return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-
-    @classmethod
-    def at(cls, host: str, port: int, execute: str, internal: str) -> Endpoints:
-        """The endpoints of this process, with the capabilities ``execute`` and ``internal``."""
-        base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        return cls(f"{base}/{execute}", f"{base}/{internal}", os.getpid())
+def endpoints_json(endpoints: Endpoints) -> bytes:
+    """The bytes of ``endpoints.json``: both URLs, and the id of this process."""
+    value = {**asdict(endpoints), "pid": os.getpid()}
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening TCP socket, or a ``UsageError`` that names the address."""
+    """A bound TCP socket that does not listen yet.
+
+    Args:
+        host: an address; one with a colon is IPv6.
+        port: 0 takes any free one.
+
+    Raises:
+        errors.UsageError: the port is taken, or the address is not one of this host.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -61,8 +59,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def raise_descriptor_limit(connections_max: int) -> None:
-    """Asks for as many descriptors as connections may be open, and says so where that is refused:
-    a connection nobody can accept is a call nobody answers.
+    """Raises the soft limit of descriptors to what ``connections_max`` connections need.
+
+    Logs a warning where the hard limit is lower: without a descriptor a connection cannot be
+    accepted, and its call gets no answer.
     """
     wanted = connections_max + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,7 @@
 """Structured logs on standard error, from ours and every library's loggers, with secrets masked.
 
-Nothing is ever logged on purpose that holds a capability; the mask is for the library that quotes
-what it was sent, and the traceback that shows a path.
+This package logs no capability. The mask is for a library that quotes a request, and for a
+traceback that shows a path. Apart from the daemon because it knows nothing of a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MASK = "[capability]"
 
 
 class _Masked(logging.Formatter):
-    """Masks secrets in the finished line, whatever brought them there."""
+    """Masks secrets in the finished line, whichever field they came in."""
 
     def __init__(self, inner: logging.Formatter, secrets: Iterable[str]) -> None:
         super().__init__()
@@ -41,7 +41,13 @@ def _drop_stack_of_access(logger: WrappedLogger, method: str, event: EventDict) 
 def configure(
     secrets: Iterable[str], *, stream: TextIO | None = None, pretty: bool = False
 ) -> None:
-    """One JSON object a line (readable text with ``pretty``), for every logger of the process."""
+    """Sets up every logger of the process: one JSON object a line.
+
+    Args:
+        secrets: texts that are masked in each line.
+        stream: where lines go; standard error unless given.
+        pretty: readable text instead of JSON.
+    """
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,

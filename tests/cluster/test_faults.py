@@ -21,7 +21,7 @@ import pytest
 from smartsearch_sidecar.cluster.bus import Bus
 from smartsearch_sidecar.cluster.nats.bus import connect
 from smartsearch_sidecar.cluster.quota_leases import Leases
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.ledger.receipts import CheckpointReceipt
 from smartsearch_sidecar.ledger.verify import Verification, verify
 from tests.fakes import native_client, rollouts
@@ -101,7 +101,7 @@ class Nodes:
 
     async def leases(self, url: str = "") -> Leases:
         """What the servers hold of the run's quotas."""
-        cluster = Cluster.model_validate(
+        cluster = ClusterSection.model_validate(
             {"nats_url": url or self.url, "run_id": self.run_id, "node": "looker-on"}
         )
         bus: Bus = await connect(cluster, self.run_id, on_link=lambda _: None)

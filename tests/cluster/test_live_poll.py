@@ -19,7 +19,6 @@ from smartsearch_sidecar.cluster.bus import OnMessage
 from smartsearch_sidecar.cluster.live_poll import LivePoll
 from smartsearch_sidecar.cluster.local_run import LocalRun
 from smartsearch_sidecar.cluster.node import Node
-from smartsearch_sidecar.config import Cluster
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.until import until
@@ -54,7 +53,7 @@ class Pair:
     async def start(self, name: str, bus: MemoryBus) -> Node:
         """A node that has begun."""
         section = {"nats_url": "nats://h", "run_id": "r", "node": name}
-        node = Node(Cluster.model_validate(section), 2)
+        node = Node(ClusterSection.model_validate(section), 2)
         self.ground.buses.append(bus)
 
         async def connect(*_: object, **__: object) -> MemoryBus:

@@ -22,7 +22,7 @@ from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink
 from smartsearch_sidecar.cluster.nats.bus import NatsBus, connect
 from smartsearch_sidecar.cluster.nats.connection import TASKS, TRANSPORT, WRITER
 from smartsearch_sidecar.cluster.nats.streams import api
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 from tests.fakes.bus import Ground
 from tests.fakes.nats_cluster import NatsCluster, NatsServer, Way, nats_cluster
 from tests.fakes.until import until as until_it_holds
@@ -37,9 +37,9 @@ def ignored(connected: bool) -> None:
     """Takes changes of the connection in tests that do not look at them."""
 
 
-def settings(url: str, *, lost_seconds: float = 15) -> Cluster:
+def settings(url: str, *, lost_seconds: float = 15) -> ClusterSection:
     """The section of one node."""
-    return Cluster.model_validate(
+    return ClusterSection.model_validate(
         {"nats_url": url, "run_id": "r", "node": "a", "lost_seconds": lost_seconds}
     )
 

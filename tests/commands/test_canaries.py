@@ -1,4 +1,4 @@
-"""``canaries record`` as an operator types it: a file once, of what the retriever answers now."""
+"""``canaries record`` as an operator types it: one file, with the retriever's present answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Desk:
         )
 
     async def refused(self, kind: type[errors.SidecarError], words: str) -> None:
-        """The command ends in one sentence, and what stands at the place of its file stays."""
+        """The command ends in one sentence, and a file at its output path stays as it is."""
         before = self.out.read_bytes() if self.out.exists() else None
         result = await self.record()
         assert type(result.exception) is kind

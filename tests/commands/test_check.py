@@ -46,7 +46,7 @@ async def test_check_says_why_and_what_to_do(tmp_path: Path) -> None:
 
 
 async def test_checkpoint_leaves_a_receipt_that_verifies(tmp_path: Path) -> None:
-    """The file written is what ``ledger verify --receipt`` takes."""
+    """``ledger verify --receipt`` accepts the file that is written."""
     receipt = tmp_path / "receipt.json"
     async with served(tmp_path / "run") as run:
         await run.execute("q")
@@ -102,7 +102,7 @@ async def test_checkpoint_that_cannot_be_kept_says_so(tmp_path: Path) -> None:
 
 
 async def test_slip_of_a_checkpoint_is_named(tmp_path: Path) -> None:
-    """What the sidecar does not take is told by the parameter's name, and the run stays good."""
+    """An invalid option is refused by the name of its parameter, and the run stays good."""
     async with served(tmp_path / "run") as run:
         result = await command("checkpoint", "--step", "1", "--manifest-sha256", "X", run=run)
         assert isinstance(result.exception, errors.UsageError)
@@ -132,8 +132,8 @@ async def test_latch_is_closed_from_a_shell(tmp_path: Path) -> None:
         assert 'send {"reason": "why"}' in result.exception.message
 
 
-async def test_nobody_there_is_unreachable(tmp_path: Path) -> None:
-    """A run that is not served, and a file that is no sidecar's, are named with what to do."""
+async def test_a_run_that_is_not_served_is_unreachable(tmp_path: Path) -> None:
+    """A run that is not served, and a file that is no sidecar's, are refused with what to do."""
     for words in (["check"], ["checkpoint", "--step", "1"], ["url"]):
         result = await command(*words, "--run-dir", str(tmp_path))
         assert isinstance(result.exception, errors.Unreachable)

@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
-from smartsearch_sidecar.doctor import Finding, Level, loopback, machine
+from smartsearch_sidecar.doctor import loopback, machine
+from smartsearch_sidecar.doctor.findings import Finding, Level
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 from tests.fakes.helper import MODEL, FakeHelper
@@ -101,7 +102,7 @@ def test_lines_name_level_thing_and_remedy(tmp_path: Path, index: Path) -> None:
 
 
 def test_a_broken_configuration_is_a_finding(tmp_path: Path, index: Path) -> None:
-    """What `load` says is the one line there is, and the exit code 1."""
+    """The message of `load` is the only finding, and the exit code 1."""
     found = examined(written(tmp_path, index, execute__slot=3))
     assert (found["exit"], set(found)) == (1, {"exit", "configuration"})
     assert "execute.slots" in found["configuration"]["text"]
@@ -151,7 +152,7 @@ def test_a_damaged_index_is_an_error(tmp_path: Path, index: Path) -> None:
 def test_a_known_question_must_find_its_passage(
     tmp_path: Path, index: Path, words: list[str], level: str
 ) -> None:
-    """What the operator asks must come back, with the text it must hold."""
+    """The question must find a passage, and one with the given text."""
     first = json.loads(CORPUS.read_text("utf-8").splitlines()[0])
     title = first["contents"].splitlines()[0].strip('"')
     found = examined(written(tmp_path, index), *(word.format(title=title) for word in words))
@@ -176,7 +177,7 @@ def test_records_are_measured(tmp_path: Path, index: Path) -> None:
 def test_a_retriever_that_is_not_there_is_an_error(tmp_path: Path, index: Path) -> None:
     """An unreachable retriever is an error that names it."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: a connection is refused
         config = written(
             tmp_path,
             index,
@@ -192,7 +193,7 @@ def test_a_retriever_that_is_not_there_is_an_error(tmp_path: Path, index: Path) 
 
 
 class Server(Protocol):
-    """What our fakes of other programs have in common."""
+    """A fake of another program, over HTTP."""
 
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
@@ -228,7 +229,7 @@ def remote(tmp_path: Path, index: Path, retriever: FakeRetriever, **keys: Any) -
 
 
 def test_a_retriever_without_canaries_is_a_warning(tmp_path: Path, index: Path) -> None:
-    """What is only declared is said to be only declared, with the command that records it."""
+    """Without canaries nothing checks the declared corpus: a warning names the command for them."""
     retriever = FakeRetriever()
     with beside(retriever):
         found = examined(remote(tmp_path, index, retriever), "--question", "who")
@@ -368,8 +369,8 @@ none /cheap overlay rw,volatile 0 0
     [
         ("/data/runs", Level.OK, "ext4"),
         ("/database", Level.OK, "overlay"),
-        ("/dev/shm/runs", Level.WARNING, "a sync there keeps nothing"),
-        ("/cheap/runs", Level.WARNING, "a sync there keeps nothing"),
+        ("/dev/shm/runs", Level.WARNING, "a sync there does not reach a disk"),
+        ("/cheap/runs", Level.WARNING, "a sync there does not reach a disk"),
         ("/data/my nfs/runs", Level.WARNING, "crosses a network"),
     ],
 )
@@ -410,7 +411,7 @@ def test_the_trainer_should_be_another_user() -> None:
 
 
 def test_a_deadline_beyond_the_clients_patience_is_a_warning(tmp_path: Path) -> None:
-    """A deadline of ten seconds would lose what the client no longer waits for."""
+    """A deadline of ten seconds is a warning: the client has left by then."""
     findings = list(machine.check_room(configured(tmp_path, execute__deadline_seconds=10), 8))
     assert [(f.name, f.level) for f in findings] == [
         ("deadline", Level.WARNING),
@@ -464,7 +465,7 @@ def test_proxies_capture_what_requests_says(
 
 
 def test_the_export_line_frees_the_calls(tmp_path: Path, index: Path) -> None:
-    """The remedy keeps what was exempt, and with it nothing is captured any more."""
+    """The remedy keeps what was exempt, and with it nothing is captured."""
     environ = {"HTTP_PROXY": "http://proxy:1", "no_proxy": "10.0.0.1"}
     found = examined(written(tmp_path, index), env=environ)
     assert (found["exit"], found["proxy variables"]["level"]) == (1, "error")

@@ -82,7 +82,7 @@ def test_a_dataset_is_counted_and_shown(tmp_path: Path, write: Any) -> None:
 
 
 def test_the_most_frequent_comes_first(tmp_path: Path) -> None:
-    """Whatever its digest and wherever it stands in the file."""
+    """The order is by frequency, not by digest or by place in the file."""
     sources = sorted((f"source {n}" for n in range(4)), key=environment_digest)
     rows = [row(source) for times, source in enumerate(sources, 1) for _ in range(times)]
     _, text = run("--json", jsonl(tmp_path / "d.jsonl", rows))
@@ -90,7 +90,7 @@ def test_the_most_frequent_comes_first(tmp_path: Path) -> None:
 
 
 def test_a_text_reaches_the_terminal_as_letters(tmp_path: Path) -> None:
-    """Control characters are spelled out, whatever a dataset holds; no part of a line is hidden."""
+    """Control characters of a dataset are spelled out; no part of a line is hidden."""
     long = "x" * 5000 + "# end"
     _, text = run(jsonl(tmp_path / "d.jsonl", [row(OTHER), row(long)]))
     assert "\x1b" not in text
@@ -100,7 +100,7 @@ def test_a_text_reaches_the_terminal_as_letters(tmp_path: Path) -> None:
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
-    """Source that would leave a file, and source that is none, are only shown."""
+    """Source that would write a file, and text that is not source, are only shown."""
     mark = tmp_path / "mark"
     source = f"open({str(mark)!r}, 'w')\ndef wikipedia_search("
     code, text = run(jsonl(tmp_path / "d.jsonl", [row(source)]))
@@ -222,7 +222,7 @@ def test_parquet_without_pyarrow_is_one_sentence(
 
 
 async def test_the_line_makes_a_run_accept_the_dataset(tmp_path: Path) -> None:
-    """What is printed, put into the configuration, serves the rollouts of that dataset."""
+    """The printed line, put into the configuration, serves the rollouts of that dataset."""
     dataset = parquet(tmp_path / "d.parquet", [row(SOURCE)] * 2)
     _, text = await asyncio.to_thread(run, dataset)
     accepted = tomllib.loads(text.splitlines()[-1])["accepted_environment_sha256"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
-from smartsearch_sidecar.commands.index import build_if_missing, plain_lines
+from smartsearch_sidecar.commands.index import build_if_missing, stage_lines
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 
@@ -104,7 +104,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     while True:
         try:
             part = os.read(ours, 65_536)
-        except OSError:  # how Linux says that nobody writes to a terminal any more
+        except OSError:  # how Linux reports that the other end of a terminal is closed
             break
         if not part:
             break
@@ -120,9 +120,9 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
 
 
 def test_no_terminal_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal progress is a line of text every two seconds, whatever the stage."""
+    """Without a terminal progress is a line of text every two seconds, in every stage."""
     now = 0.0
-    tell = plain_lines(lambda: now)
+    tell = stage_lines(lambda: now)
     for tenth in range(100):
         now = tenth / 10
         stage = ["reading", "indexing", "merging", "hashing"][tenth // 25]

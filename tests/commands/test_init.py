@@ -82,12 +82,19 @@ def test_the_trainer_is_told(tmp_path: Path) -> None:
     assert load(tmp_path / "x" / "sidecar.toml", environ={}).run.nodes == 2
 
 
+def test_any_path_is_spelled_as_toml(tmp_path: Path) -> None:
+    """Quotes, backslashes and control characters of a path come back from the file as they were."""
+    index = tmp_path / 'a "b" \\ \x7f \x1b é'
+    assert init(tmp_path / "x", "--index", str(index)).exit_code == 0
+    assert load(tmp_path / "x" / "sidecar.toml", environ={}).retrieval.bm25.index == index
+
+
 NATS = "nats://user:pass-word@a:4222,nats://b:4222"
 
 
 def test_nodes_are_one_run(tmp_path: Path) -> None:
     """With NATS one file serves every node: the run's quotas, enforced provenance, and a name that
-    each node is given by whoever starts it there; the address stays in the file.
+    each node gets from its environment; the address stays in the file.
     """
     folder = tmp_path / "x"
     words = ("--nodes", "4", "--steps", "100", "--validation-questions", "0")
@@ -151,7 +158,7 @@ def test_what_makes_no_run_of_nodes_is_refused(
 
 
 def test_blocks_are_small_beside_the_run() -> None:
-    """What nodes hold of the run's searches between them is a twentieth of it at most."""
+    """The blocks of all nodes together are at most a twentieth of the run's searches."""
     assert sized(plan(coordinated=True, nodes=2)).max_calls == sized(plan()).max_calls
     for nodes in (2, 7, 64):
         sizes = sized(plan(coordinated=True, nodes=nodes, steps=1000))

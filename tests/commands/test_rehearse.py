@@ -1,4 +1,4 @@
-"""``rehearse``: the load of N ranks, what comes of it, and what is said about it."""
+"""``rehearse``: the load of N ranks, its result, and the report."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typer.testing import CliRunner, Result
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client
-from smartsearch_sidecar.commands import app, questions
+from smartsearch_sidecar.commands import app
+from smartsearch_sidecar.commands.rehearse import questions_of_corpus, questions_of_file
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.load_test.client_worker import Part, questions_of
-from smartsearch_sidecar.load_test.report import Played, Tally, reasons, suggestions
-from smartsearch_sidecar.load_test.scratch import scratch_text
-from smartsearch_sidecar.load_test.shape import ANSWERED, DECLINED
+from smartsearch_sidecar.load_test.client_worker import ANSWERED, DECLINED, Workload, questions_of
+from smartsearch_sidecar.load_test.processes import scratch_text
+from smartsearch_sidecar.load_test.report import CallStats, LoadTestResult, reasons, suggestions
 from tests.fakes.process import ROOT, toml
 from tests.fakes.served import configured, served
 
@@ -77,6 +77,7 @@ def test_a_node_that_does_not_hold(tmp_path: Path) -> None:
     )
     result = rehearse(config)
     assert result.exit_code == 1
+    assert "questions: passages of the corpus" in result.stdout
     assert "does not hold:" in result.stdout
     assert "429 busy" in result.stdout
     assert "the sidecar ended failed: http_busy" in result.stdout
@@ -153,13 +154,13 @@ def test_the_copy_changes_only_what_it_must(tmp_path: Path) -> None:
 
 def test_no_two_calls_ask_alike() -> None:
     """Threads of all ranks walk apart, and a lap later a question is another."""
-    part = Part("http://127.0.0.1:1/x", "env", ["a", "b", "c"], 0, 2, 1.0)
+    workload = Workload("http://127.0.0.1:1/x", "env", ["a", "b", "c"], 0, 2, 1.0)
     asked = [
         question
         for rank in (0, 1)
         for thread in range(8)
         for question in itertools.islice(
-            questions_of(Part(**{**json.loads(part.line()), "rank": rank}), thread), 5
+            questions_of(Workload(**{**json.loads(workload.to_line()), "rank": rank}), thread), 5
         )
     ]
     assert len(set(asked)) == len(asked)
@@ -178,7 +179,7 @@ def test_questions_come_as_the_trainer_has_them(tmp_path: Path) -> None:
     importlib.import_module("pyarrow.parquet").write_table(
         pyarrow.table({"question": ["one", "", "two"], "other": [1, 2, 3]}), table
     )
-    assert [questions.read(path) for path in (lines, rows, table)] == [["one", "two"]] * 3
+    assert [questions_of_file(path) for path in (lines, rows, table)] == [["one", "two"]] * 3
 
 
 @pytest.mark.parametrize("content", [b"", b'{"query": "x"}\n', b"\xff\xfe\n"])
@@ -187,7 +188,7 @@ def test_a_file_without_questions_is_refused(tmp_path: Path, content: bytes) -> 
     path = tmp_path / "questions"
     path.write_bytes(content)
     with pytest.raises(errors.UsageError, match=str(path)):
-        questions.read(path)
+        questions_of_file(path)
 
 
 async def test_a_corpus_gives_questions_of_its_own(tmp_path: Path) -> None:
@@ -197,8 +198,7 @@ async def test_a_corpus_gives_questions_of_its_own(tmp_path: Path) -> None:
     async with served(tmp_path / "run") as run:
         client = Client(run.endpoints.sandbox_url)
         config = configured(tmp_path)
-        made, source = await asyncio.to_thread(questions.choose, config, None, client)
-    assert source == "passages of the corpus"
+        made = await asyncio.to_thread(questions_of_corpus, client, config)
     assert len(made) > 10
     assert {len(question.split()) for question in made} == {9}
 
@@ -206,23 +206,23 @@ async def test_a_corpus_gives_questions_of_its_own(tmp_path: Path) -> None:
 # --- the verdict ---------------------------------------------------------------------------------
 
 
-def played(config_seconds: dict[str, list[float]], **keys: Any) -> Played:
-    tally = Tally()
+def played(config_seconds: dict[str, list[float]], **keys: Any) -> LoadTestResult:
+    stats = CallStats()
     for outcome, every in config_seconds.items():
         for seconds in every:
-            tally.add(outcome, seconds)
+            stats.add(outcome, seconds)
     values: dict[str, Any] = {
         "ranks": 8,
         "took_seconds": 10.0,
-        "alone_seconds": 0.05,
-        "tally": tally,
+        "unloaded_seconds": 0.05,
+        "stats": stats,
         "most_waiting": 0,
         "state": "healthy",
         "cause": None,
         "cache": {},
         "journal_bytes": 0,
     }
-    return Played(**{**values, **keys})
+    return LoadTestResult(**{**values, **keys})
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_a_node_holds_where_nothing_failed_and_nothing_was_close(
         assert words in found[0]
 
 
-def suggested(played_: Played, config: Config) -> dict[str, float]:
+def suggested(played_: LoadTestResult, config: Config) -> dict[str, float]:
     pairs = (line.partition("#")[0].split(" = ") for line in suggestions(played_, config))
     return {key: float(value) for key, value in pairs}
 
@@ -270,7 +270,7 @@ def test_more_slots_are_suggested_where_they_help(config: Config) -> None:
 
 
 def test_the_room_follows_the_ranks(tmp_path: Path) -> None:
-    """The waiting room is to hold whoever has no slot."""
+    """The waiting room has a place for each call without a slot."""
     small = configured(tmp_path, execute__waiting_max=10)
     assert suggested(played({ANSWERED: [0.1]}), small)["execute.waiting_max"] == 56
 
@@ -289,11 +289,11 @@ def test_the_deadline_stays_under_the_clients_patience(
 
 def test_the_histogram_counts_every_call_once() -> None:
     """Buckets run from the first used one to the last, bounds excluded."""
-    tally = Tally()
+    stats = CallStats()
     for seconds in (0.0005, 0.001, 0.004, 9.999, 10.0):
-        tally.add(ANSWERED, seconds)
-    names = tally.histogram()
+        stats.add(ANSWERED, seconds)
+    names = stats.histogram()
     assert names[0] == ("under 1 ms", 1)
     assert names[-2:] == [("under 10000 ms", 1), ("longer", 1)]
     assert sum(count for _, count in names) == 5
-    assert Tally().histogram() == []
+    assert CallStats().histogram() == []

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import Config, load, messages, rules, schema
-from smartsearch_sidecar.config.profiles import PRESETS
+from smartsearch_sidecar.config import Config, load, messages, model, schema
+from smartsearch_sidecar.config.schema import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "0123456789abcdef" * 4
@@ -102,7 +102,7 @@ def test_defaults_are_the_design_table() -> None:
 def test_profile_presets_every_key_of_its_table(profile: str) -> None:
     """A profile presets exactly its column, and leaves no key of the table open."""
     public = loaded(profile=profile).public()
-    column = {key: preset[profile == "reference"] for key, preset in PRESETS.items()}
+    column = {key: getattr(preset, profile) for key, preset in PRESETS.items()}
     assert {key: _get(public, key) for key in PRESETS} == column
     assert None not in column.values()
 
@@ -110,11 +110,11 @@ def test_profile_presets_every_key_of_its_table(profile: str) -> None:
 @pytest.mark.parametrize("key", sorted(PRESETS))
 def test_profile_only_presets(key: str) -> None:
     """Each key a profile presets can be set by itself in the other profile's way."""
-    training, reference = PRESETS[key]
-    config = loaded(profile="reference", **{key: training})
-    assert _get(config.public(), key) == training
-    config = loaded(**{key: reference})
-    assert _get(config.public(), key) == reference
+    preset = PRESETS[key]
+    config = loaded(profile="reference", **{key: preset.training})
+    assert _get(config.public(), key) == preset.training
+    config = loaded(**{key: preset.reference})
+    assert _get(config.public(), key) == preset.reference
 
 
 def test_provenance_is_recorded_where_a_sidecar_knows_a_part() -> None:
@@ -143,7 +143,7 @@ def test_later_layers_win(write: Write) -> None:
 
 
 def test_flag_that_was_not_given_changes_nothing(write: Write) -> None:
-    """An override of None is a flag nobody gave."""
+    """An override of None is a flag that was not given."""
     path = write("[server]\nport = 7\n")
     assert load(path, environ={}, overrides=MINIMAL | {"server.port": None}).server.port == 7
 
@@ -291,16 +291,18 @@ def test_bad_value(key: str, value: Any, words: str) -> None:
 
 
 UNKNOWN: list[tuple[str, str]] = [
-    ("slots = 8", "slots (FILE) is no known key: the nearest is execute.slots."),
-    ("profil = 1", "profil (FILE) is no known key: the nearest is profile."),
-    ("[execute]\nslot = 8", "execute.slot (FILE) is no known key: the nearest is execute.slots."),
-    ("[execute]\nport = 8", "execute.port (FILE) is no known key: the nearest is server.port."),
-    ("[exeute]\nslots = 8", "exeute (FILE) is no known key: the nearest is the section [execute]."),
-    ("[retrieval.bm52]\nindex = 8", ("retrieval.bm52 (FILE) is no known key: the nearest is the "
+    ("slots = 8", "slots (FILE) is not a known key: the nearest is execute.slots."),
+    ("profil = 1", "profil (FILE) is not a known key: the nearest is profile."),
+    ("[execute]\nslot = 8", ("execute.slot (FILE) is not a known key: the nearest is "
+     "execute.slots.")),
+    ("[execute]\nport = 8", "execute.port (FILE) is not a known key: the nearest is server.port."),
+    ("[exeute]\nslots = 8", ("exeute (FILE) is not a known key: the nearest is the section "
+     "[execute].")),
+    ("[retrieval.bm52]\nindex = 8", ("retrieval.bm52 (FILE) is not a known key: the nearest is the "
      "section [retrieval.bm25].")),
-    ("[reward.validation]\nseed = 8", ("reward.validation.seed (FILE) is no known key: the nearest "
-     "is reward.seed.")),
-    ('[a]\n"b.c" = 1', "a (FILE) is no known key"),
+    ("[reward.validation]\nseed = 8", ("reward.validation.seed (FILE) is not a known key: the "
+     "nearest is reward.seed.")),
+    ('[a]\n"b.c" = 1', "a (FILE) is not a known key"),
     ("server = 1", "server (FILE) is a section, not a key: set its keys, as server.host."),
     ("[[server]]\nport = 1", "server (FILE) is a section, not a key"),
     ("[profile]\nx = 1", 'profile (FILE) is a key, not a section: use "training" or "reference".'),
@@ -318,7 +320,7 @@ def test_unknown_variable() -> None:
     """A variable of our prefix that sets no key is refused with the nearest one that does."""
     message = refused(environ={"SMARTSEARCH_SIDECAR__EXECUTE__SLOT": "3"})
     assert message == (
-        "SMARTSEARCH_SIDECAR__EXECUTE__SLOT is no known key: the nearest is "
+        "SMARTSEARCH_SIDECAR__EXECUTE__SLOT is not a known key: the nearest is "
         "SMARTSEARCH_SIDECAR__EXECUTE__SLOTS."
     )
     assert "is a section" in refused(environ={"SMARTSEARCH_SIDECAR__EXECUTE": "3"})
@@ -343,8 +345,8 @@ def test_variable_that_is_not_its_kind(variable: str, words: str) -> None:
 
 
 def test_unknown_flag() -> None:
-    """A command that overrides a key that is none is told so."""
-    assert "server.prt (command line) is no known key" in refused(overrides={"server.prt": 1})
+    """An override of an unknown key is refused."""
+    assert "server.prt (command line) is not a known key" in refused(overrides={"server.prt": 1})
     assert "server (command line) is a section" in refused(overrides={"server": 1})
 
 
@@ -382,7 +384,7 @@ FILES: list[tuple[bytes, str]] = [
     (b"a = 1\nb = [1,\n", ", line 2: this is not TOML: "),
     (b"a = 1\n\xff = 2\n", ", line 2: this is not UTF-8 text."),
     (b"a = " + b"[" * 100_000, " is nested too deeply to be a configuration."),
-    (b"#" * (1024 * 1024 + 1), " is over 1048576 bytes: that is no configuration."),
+    (b"#" * (1024 * 1024 + 1), " is over 1048576 bytes: that is not a configuration."),
 ]
 
 
@@ -462,7 +464,7 @@ FINE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("overrides", FINE)
 def test_what_the_rules_leave_free(overrides: dict[str, Any]) -> None:
     """What the rules between keys do not forbid loads."""
-    assert rules.broken(loaded(**overrides)) == []
+    assert model.broken(loaded(**overrides)) == []
 
 
 # --- secrets -------------------------------------------------------------------------------------
@@ -547,6 +549,11 @@ def test_no_view_of_a_configuration_shows_a_secret() -> None:
     for view in (repr(config), str(config), json.dumps(config.public()), repr(config.model_dump())):
         assert "SECRET" not in view
         assert "TERCES" not in view
+    hidden = [key for key in schema.FIELDS if schema.is_secret(key)]
+    assert set(schema.SECRETS_WITH_FILES) < set(hidden)
+    for key in (*hidden, *(f"{secret}_file" for secret in schema.SECRETS_WITH_FILES)):
+        section, _, name = key.rpartition(".")
+        assert name not in _get(config.public(), section)
     assert not {key for key in config.public()["server"] if "capability" in key}
     assert "nats_url" not in config.public()["cluster"]
 
@@ -555,7 +562,7 @@ def test_no_view_of_a_configuration_shows_a_secret() -> None:
 
 
 def test_digest_names_the_behaviour_not_the_place() -> None:
-    """Two runs that behave alike have one digest, wherever they lie and whoever may ask them."""
+    """Two runs that behave alike have one digest, whatever their directories, ports and secrets."""
     plain = loaded()
     elsewhere = loaded(
         run__directory="/runs/7", server__port=1, server__execute_capability=CAPABILITY

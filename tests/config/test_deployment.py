@@ -23,7 +23,7 @@ import pytest
 
 import smartsearch_sidecar
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.doctor.machine import OTHER_DESCRIPTORS
+from smartsearch_sidecar.process.endpoints import OTHER_DESCRIPTORS
 from tests.fakes.nats_cluster import free_ports
 from tests.fakes.nats_cluster import program as nats_server
 from tests.fakes.process import ROOT, environment, running, toml
@@ -231,7 +231,7 @@ def test_pods_of_a_job_are_nodes_of_one_run(
 
 def test_the_servers_agree(manifests: dict[str, Any], tmp_path: Path) -> None:
     """Three real servers with the manifest's configuration and variables find each other, are
-    healthy as the probes ask, hold a key three times, and refuse who has no password.
+    healthy as the probes ask, hold a key three times, and refuse a client without the password.
     """
     spec = manifests["StatefulSet/smartsearch-nats"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -287,7 +287,7 @@ def test_the_servers_agree(manifests: dict[str, Any], tmp_path: Path) -> None:
 
 
 def said_to_strangers(port: int) -> str:
-    """The last line a server says to who has no password."""
+    """The last line a server sends to a client without the password."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as stranger:
         stranger.sendall(b'CONNECT {"verbose": false}\r\nPING\r\n')
         with stranger.makefile("r") as lines:
@@ -298,7 +298,7 @@ async def kept(url: str, replicas: int = 3) -> int:
     """How many servers hold a key that was put there."""
 
     async def ignored(_: Exception) -> None:
-        """What goes wrong is raised by the call that meets it."""
+        """An error of a server is raised by the call that meets it."""
 
     client = await nats.connect(url, allow_reconnect=False, connect_timeout=5, error_cb=ignored)
     try:
@@ -550,7 +550,7 @@ sys.exit(7)
 
 
 def test_nats_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
-    """What is inside is never started without it."""
+    """The program inside is never started without it."""
     ended = slurm(
         tmp_path,
         *("touch", str(tmp_path / "trained")),

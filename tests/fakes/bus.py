@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Entry, OnLink, OnMessage, OnQuestion, OnValue
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 
 
 def below(prefix: str, key: str) -> bool:
@@ -40,7 +40,7 @@ class Ground:
     writes: int = 0
 
     async def connect(
-        self, cluster: Cluster, run_id: str, *, on_link: OnLink, replicas: int | None = None
+        self, cluster: ClusterSection, run_id: str, *, on_link: OnLink, replicas: int | None = None
     ) -> MemoryBus:
         """As ``cluster.nats.bus.connect``, by the same signature; the run is this ground's."""
         del run_id, replicas

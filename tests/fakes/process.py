@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from smartsearch_sidecar.client import Client
 from tests.fakes.until import wait_until
 
@@ -21,8 +23,9 @@ START_SECONDS = 30.0
 
 
 def toml(values: dict[str, Any]) -> str:
-    """A TOML document of dotted keys; JSON spells every value these tests need."""
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    """A TOML document of dotted keys."""
+    lines = ((key, tomli_w.dumps({"value": value})) for key, value in values.items())
+    return "".join(line.replace("value", key, 1) for key, line in lines)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-from smartsearch_sidecar.config.profiles import PRESETS
+from smartsearch_sidecar.config.schema import PRESETS
 from tests.parity.differences import BEGIN, DIFFERENCES, END, README, markdown_table, with_table
 from tests.parity.messages import ODD
 from tests.parity.play import EXPLANATIONS
@@ -45,7 +45,7 @@ def test_the_table_is_made_and_renewed() -> None:
 
 def test_the_training_rows_are_the_keys_that_differ() -> None:
     """Each key that the profiles preset apart is a row, and no other row is of training alone."""
-    apart = {key for key, (training, reference) in PRESETS.items() if training != reference}
+    apart = {key for key, preset in PRESETS.items() if preset.training != preset.reference}
     assert {row.id for row in DIFFERENCES if row.profile == "training"} == apart
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import FlashRag
+from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.canaries import Canary, Difference
 from smartsearch_sidecar.retrieval.canary_watch import CANARY_SECONDS, CanaryWatch
@@ -278,7 +278,7 @@ async def test_the_timer_asks_again_and_again_until_the_identity_has_changed() -
 
 def test_the_configuration_says_how_often() -> None:
     """The time between two rounds has no key, so the key of the file names it."""
-    said = FlashRag.model_fields["canaries"].description
+    said = FlashRagSection.model_fields["canaries"].description
     assert said is not None
     assert f"every {CANARY_SECONDS:g} s" in said
 

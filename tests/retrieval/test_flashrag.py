@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import FlashRag
+from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.flashrag.provider import (
     ANSWER_BYTES_PER_SEARCH,
@@ -565,7 +565,7 @@ async def test_asking_before_start_is_our_own_fault() -> None:
 
 async def test_the_configuration_makes_a_started_provider(retriever: FakeRetriever) -> None:
     """Every key of the section arrives, and a missing one is named."""
-    settings = FlashRag(
+    settings = FlashRagSection(
         url=retriever.url, corpus_sha256=CORPUS, index_sha256=INDEX, batch_max=2, timeout_seconds=5
     )
     provider = await from_config(settings)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config.sections_search import Retrieval
+from smartsearch_sidecar.config import RetrievalSection
 from smartsearch_sidecar.contract.execute import render_execute
 from smartsearch_sidecar.retrieval.guard import (
     RETRY_GROWTH,
@@ -227,7 +227,7 @@ def test_transport_faults_are_tried_again_after_growing_pauses() -> None:
 
 def test_the_configuration_says_how_long_the_pauses_are() -> None:
     """They have no keys, so the key of their number names them."""
-    said = Retrieval.model_fields["retries"].description
+    said = RetrievalSection.model_fields["retries"].description
     assert said is not None
     pauses = RETRY_SECONDS, RETRY_SECONDS * RETRY_GROWTH, RETRY_SECONDS_MAX
     assert "{:g} s, {:g} s, then {:g} s".format(*pauses) in said

@@ -23,7 +23,7 @@ from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
 from smartsearch_sidecar.cluster.nats.dialer import Dialer
 from smartsearch_sidecar.cluster.nats.follower import Follower
 from smartsearch_sidecar.cluster.nats.streams import Streams, api, decoded, last_message
-from smartsearch_sidecar.config import Cluster
+from smartsearch_sidecar.config import ClusterSection
 
 PATIENCE_SECONDS: Final = 12.0
 """The bound of every call: NATS takes four to nine to elect a new leader where one has died."""
@@ -43,7 +43,7 @@ WRONG_LAST_SEQUENCE: Final = (10071, 10164)
 
 
 async def connect(
-    cluster: Cluster,
+    cluster: ClusterSection,
     run_id: str,
     *,
     on_link: OnLink,

@@ -24,7 +24,7 @@ import aiohttp
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import FlashRag
+from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval import canaries as canary_file
 from smartsearch_sidecar.retrieval.canary_watch import CANARY_SECONDS, CanaryWatch
 from smartsearch_sidecar.retrieval.flashrag.batcher import Failed, Gather
@@ -139,7 +139,7 @@ class _Exchange:
         return bytes(body)
 
 
-async def from_config(settings: FlashRag) -> FlashragProvider:
+async def from_config(settings: FlashRagSection) -> FlashragProvider:
     """A started provider. Raises ``ConfigError`` for a missing key, and what ``start`` raises."""
     for key in ("url", "corpus_sha256", "index_sha256"):
         if getattr(settings, key) is None:
