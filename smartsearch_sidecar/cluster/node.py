@@ -25,6 +25,7 @@ from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, RunVe
 from smartsearch_sidecar.cluster.node_state import NodeState, Registration
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts
+from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.state import Cause
 
 LATCH: Final = "latch"

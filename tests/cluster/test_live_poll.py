@@ -19,6 +19,7 @@ from smartsearch_sidecar.cluster.bus import OnMessage
 from smartsearch_sidecar.cluster.live_poll import LivePoll
 from smartsearch_sidecar.cluster.local_run import LocalRun
 from smartsearch_sidecar.cluster.node import Node
+from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.until import until
