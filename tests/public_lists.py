@@ -99,7 +99,7 @@ def _commands(group: Any, before: str = "") -> Iterator[str]:
 
 def _table(name: str, meaning: str, rows: Mapping[str, str]) -> str:
     lines = [f"| {name} | {meaning} |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{key}` | {value} |" for key, value in rows.items())])
+    return "\n".join([*lines, *(f"| `{key}` | {rows[key]} |" for key in sorted(rows))])
 
 
 def _words(words: Iterator[str]) -> str:
