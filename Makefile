@@ -57,8 +57,10 @@ bench: setup ## figures beside those of our peers (a quarter of an hour; BENCH="
 soak: setup ## the long runs (an hour)
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(PYTEST)
 
-readme: setup ## write config/README.md from the models
+readme: setup ## write the documents whose lists and tables the code holds
 	$(BIN)/python config/write_readme.py
+	$(BIN)/python -m tests.public_lists
+	$(BIN)/python -m tests.parity.differences
 
 integrations: setup ## write the shared regions of integrations/*.py from integrations/source/shared.py
 	$(BIN)/python smartsearch_sidecar/integrations/source/write.py

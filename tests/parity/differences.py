@@ -1,8 +1,8 @@
-"""Where we differ from the reference: the rows, as data, and the README's table made of them.
+"""Where we differ from the reference: the rows, as data, and the table made of them.
 
 Each row has a test ``test_differs_<id>`` in this folder (dots as underscores), and there are no
 other differences: ``test_sequences.py`` looks for them. ``python -m tests.parity.differences``
-writes the table into the README.
+writes the table into ``docs/differences.md``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-README: Final = Path(__file__).resolve().parents[2] / "README.md"
+PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "differences.md"
 BEGIN: Final = "<!-- differences:begin -->"
 END: Final = "<!-- differences:end -->"
 OPENING: Final = """## Where we differ from the reference
@@ -319,7 +319,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
 
 
 def markdown_table() -> str:
-    """The README's table: a row each, in order."""
+    """The page's table: a row each, in order."""
     lines = [
         "| row | the reference | this sidecar | why | profile |",
         "|---|---|---|---|---|",
@@ -331,14 +331,14 @@ def markdown_table() -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str) -> str:
-    """A README's text with the table between its markers; both are added where they are missing."""
+def with_table(page: str) -> str:
+    """A page's text with the table between its markers; both are added where they are missing."""
     section = f"{BEGIN}\n{markdown_table()}\n{END}"
-    if BEGIN not in readme or END not in readme:
-        return f"{readme.rstrip()}\n\n{OPENING}\n{section}\n"
-    before, _, rest = readme.partition(BEGIN)
+    if BEGIN not in page or END not in page:
+        return f"{page.rstrip()}\n\n{OPENING}\n{section}\n"
+    before, _, rest = page.partition(BEGIN)
     return before + section + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of differences: every row has its test, the README shows exactly these rows."""
+"""The table of differences: every row has its test, the page shows exactly these rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from smartsearch_sidecar.config.schema import PRESETS
-from tests.parity.differences import BEGIN, DIFFERENCES, END, README, markdown_table, with_table
+from tests.parity.differences import BEGIN, DIFFERENCES, END, PAGE, markdown_table, with_table
 from tests.parity.messages import ODD
 from tests.parity.play import EXPLANATIONS
 
@@ -26,9 +26,9 @@ def test_every_row_has_its_test_and_every_test_its_row() -> None:
     assert Counter(tests) == Counter(row.test for row in DIFFERENCES)
 
 
-def test_the_readme_shows_exactly_these_rows() -> None:
-    """The README's table is the one made of the rows (``python -m tests.parity.differences``)."""
-    text = README.read_text(encoding="utf-8")
+def test_the_page_shows_exactly_these_rows() -> None:
+    """The page's table is the one made of the rows (``python -m tests.parity.differences``)."""
+    text = PAGE.read_text(encoding="utf-8")
     assert text.count(BEGIN) == text.count(END) == 1
     shown = text.partition(BEGIN)[2].partition(END)[0].strip()
     assert shown == markdown_table()
@@ -36,7 +36,7 @@ def test_the_readme_shows_exactly_these_rows() -> None:
 
 
 def test_the_table_is_made_and_renewed() -> None:
-    """A README without the section gets it at its end; one with an old table gets the new one."""
+    """A page without the section gets it at its end; one with an old table gets the new one."""
     made = with_table("# A title\n")
     assert made.startswith("# A title\n\n## Where we differ")
     assert with_table(made.replace("| `methods` |", "| `old` |")) == made
