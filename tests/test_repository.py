@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "smartsearch_sidecar"
 INTEGRATIONS = PACKAGE / "integrations"
 
-PACKAGE_FILE_LINES = 300
+PACKAGE_FILE_LINES = 500
 TEST_FILE_LINES = 700
 FUNCTION_LINES = 60
 
@@ -30,9 +30,6 @@ LONG: dict[str, str] = {
     "smartsearch_sidecar/web/edge.py": "all that leans on aiohttp's insides, alone in one file",
     "smartsearch_sidecar/errors.py": "the catalogue of every failure; a list, not logic",
     "smartsearch_sidecar/commands/init.py:init": "its options, one a line, and little else",
-    "smartsearch_sidecar/integrations/smartsearch_reward.py": "the trainer loads one file by path",
-    "smartsearch_sidecar/integrations/verl_reward.py": "the trainer loads one file by path",
-    "smartsearch_sidecar/integrations/ray_sidecars.py": "the driver loads one file by path",
 }
 
 # Who may open files, and which. Everyone else is handed bytes.
@@ -54,8 +51,7 @@ OPENERS = {"open", "read_bytes", "read_text", "write_bytes", "write_text", "mkst
 # The two halves of aiohttp, which import contracts cannot tell apart, and the standard library's.
 SERVER_HALF = ("smartsearch_sidecar/web/", "smartsearch_sidecar/process/daemon.py")
 CLIENT_HALF = (
-    "smartsearch_sidecar/retrieval/flashrag/provider.py",
-    "smartsearch_sidecar/reward/helper.py",
+    "smartsearch_sidecar/outbound_http.py",
     "smartsearch_sidecar/client.py",
     "smartsearch_sidecar/integrations/",
 )
@@ -122,7 +118,7 @@ def imported(path: Path) -> set[str]:
 
 
 def test_files_are_short() -> None:
-    """A file of the package has 300 lines at most, one of the tests 700, or a reason above."""
+    """A file of the package has 500 lines at most, one of the tests 700, or a reason above."""
     for folder, cap in ((PACKAGE, PACKAGE_FILE_LINES), (ROOT / "tests", TEST_FILE_LINES)):
         lengths = {named(path): len(path.read_bytes().splitlines()) for path in python(folder)}
         long = {name: length for name, length in lengths.items() if length > cap}
@@ -256,7 +252,7 @@ def test_only_named_rooms_open_files() -> None:
 
 
 def test_each_half_of_aiohttp_stays_in_its_rooms() -> None:
-    """The server half is web's and daemon's; HTTP clients belong to three files."""
+    """The server half is web's and daemon's; HTTP clients belong to two files."""
     for path in python(PACKAGE):
         name, names = named(path), imported(path)
         attributes = {

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
+from smartsearch_sidecar.run.json_values import differences, flat
 
 _SHOWN_MAX: Final = 6
 """Differences whose two sides are spelt out; more are named only."""
@@ -37,23 +38,12 @@ def decode_identities(data: bytes) -> dict[str, Any]:
     return value
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dotted names of everything that is not the same on both sides, sorted."""
-    own, other = dict(_flat(ours)), dict(_flat(theirs))
-    missing = object()
-    return tuple(
-        name
-        for name in sorted(own.keys() | other.keys())
-        if not _same(own.get(name, missing), other.get(name, missing))
-    )
-
-
 def sentence(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """Why ``node`` cannot join, or ``None`` where nothing differs. Digests are shown shortened."""
     names = differences(ours, theirs)
     if not names:
         return None
-    own, other = dict(_flat(ours)), dict(_flat(theirs))
+    own, other = flat(ours), flat(theirs)
     shown = [
         name
         if "capability" in name or len(names) > _SHOWN_MAX
@@ -82,22 +72,6 @@ def capability_digest(run_id: str, capability: str) -> str:
         capability.encode(), digest_size=8, key=hashlib.sha256(run_id.encode()).digest()
     )
     return salted.hexdigest()
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        # An object without keys is a value of its own, else it could not be told from none.
-        if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", item
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equal as JSON: 1 and true are two values, a tuple and a list are one."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 def _shown(side: Mapping[str, Any], name: str) -> str:

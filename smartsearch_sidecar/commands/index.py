@@ -18,7 +18,7 @@ from rich.progress import Progress as Bars
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import MIB, PLAIN_SECONDS
-from smartsearch_sidecar.retrieval.bm25.build import Progress
+from smartsearch_sidecar.retrieval.bm25.build import BuildProgress
 from smartsearch_sidecar.retrieval.bm25.build import build as build_index
 from smartsearch_sidecar.retrieval.bm25.formats import Format
 from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
@@ -111,7 +111,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[BuildProgress]:
     """A bar for each stage on a terminal, a plain line every few seconds elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -138,7 +138,7 @@ def _progress() -> Iterator[Progress]:
         yield update
 
 
-def plain_lines(clock: Callable[[], float] = time.monotonic) -> Progress:
+def plain_lines(clock: Callable[[], float] = time.monotonic) -> BuildProgress:
     """Progress as lines of text on standard error, one every ``PLAIN_SECONDS`` at most."""
     last = clock()
 

@@ -23,6 +23,7 @@ from smartsearch_sidecar.config.layers import (
 )
 from smartsearch_sidecar.config.model import Config
 from smartsearch_sidecar.config.profiles import PRESETS, preset
+from smartsearch_sidecar.run.json_values import has_utf8_form
 
 SECRETS_WITH_FILES = ("server.execute_capability", "server.internal_capability")
 SECRET_FILE_BYTES_MAX = 4096  # a capability is 128 characters at most
@@ -114,11 +115,7 @@ def _is_text(value: Any) -> bool:
     """Whether all text in it has a UTF-8 form: bytes that were none arrive as lone surrogates."""
     if isinstance(value, list | tuple):
         return all(_is_text(item) for item in value)
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return has_utf8_form(str(value))
 
 
 def _path(setting: Setting) -> Any:
