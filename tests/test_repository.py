@@ -57,8 +57,7 @@ OPENERS = {"open", "read_bytes", "read_text", "write_bytes", "write_text", "mkst
 # The two halves of aiohttp, which import contracts cannot tell apart, and the standard library's.
 SERVER_HALF = ("smartsearch_sidecar/web/", "smartsearch_sidecar/process/daemon.py")
 CLIENT_HALF = (
-    "smartsearch_sidecar/retrieval/flashrag/provider.py",
-    "smartsearch_sidecar/reward/helper.py",
+    "smartsearch_sidecar/outbound_http.py",
     "smartsearch_sidecar/client.py",
     "smartsearch_sidecar/integrations/",
 )
@@ -310,7 +309,7 @@ def test_only_named_rooms_open_files() -> None:
 
 
 def test_each_half_of_aiohttp_stays_in_its_rooms() -> None:
-    """The server half is web's and daemon's; HTTP clients belong to three files."""
+    """The server half is web's and daemon's; HTTP clients belong to two files."""
     for path in python(PACKAGE):
         name, names = named(path), imported(path)
         attributes = {

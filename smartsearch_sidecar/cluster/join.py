@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
@@ -24,6 +24,7 @@ from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unr
 from smartsearch_sidecar.cluster.node_state import Registration
 from smartsearch_sidecar.cluster.quota_leases import Amounts
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.run.json_values import differences, flat
 
 AGREEMENT: Final = "agreement"
 REGISTERED: Final = "node"
@@ -169,23 +170,12 @@ def _whole(value: Any) -> Any:
 # --- comparing two nodes --------------------------------------------------------------------------
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dotted names of everything that is not the same on both sides, sorted."""
-    own, other = dict(_flat(ours)), dict(_flat(theirs))
-    missing = object()
-    return tuple(
-        name
-        for name in sorted(own.keys() | other.keys())
-        if not _same(own.get(name, missing), other.get(name, missing))
-    )
-
-
 def sentence(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """Why ``node`` cannot join, or ``None`` where nothing differs. Digests are shortened."""
     names = differences(ours, theirs)
     if not names:
         return None
-    own, other = dict(_flat(ours)), dict(_flat(theirs))
+    own, other = flat(ours), flat(theirs)
     shown = [
         name
         if "capability" in name or len(names) > _SHOWN_MAX
@@ -203,22 +193,6 @@ def require_agreement(node: str, ours: Mapping[str, Any], theirs: Mapping[str, A
     why = sentence(node, ours, theirs)
     if why is not None:
         raise errors.CLUSTER_REFUSED(why)
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        # An empty object is a value of its own: flattened, it would look the same as no key.
-        if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", item
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equal as JSON: 1 and true are two values, a tuple and a list are one."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
 
 
 def _shown(side: Mapping[str, Any], name: str) -> str:

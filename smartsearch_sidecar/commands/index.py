@@ -21,7 +21,7 @@ from smartsearch_sidecar.commands.progress import MIB, plain_lines
 from smartsearch_sidecar.retrieval.bm25.formats import Format
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.retrieval.bm25.build import Progress
+    from smartsearch_sidecar.retrieval.bm25.build import BuildProgress
     from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
 
 app = typer.Typer(name="index", help="Make the index that is searched.", no_args_is_help=True)
@@ -114,7 +114,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[BuildProgress]:
     """A bar for each stage on a terminal, a plain line every few seconds elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -141,7 +141,7 @@ def _progress() -> Iterator[Progress]:
         yield update
 
 
-def stage_lines(clock: Callable[[], float] = time.monotonic) -> Progress:
+def stage_lines(clock: Callable[[], float] = time.monotonic) -> BuildProgress:
     """The progress of each stage as lines of text on standard error."""
     show = plain_lines(clock)
 

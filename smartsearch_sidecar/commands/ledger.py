@@ -27,6 +27,7 @@ from smartsearch_sidecar.commands.ledger_output import (
 )
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
+from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.ledger.describe import Tone, printable
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference
@@ -42,7 +43,6 @@ app = typer.Typer(
     no_args_is_help=True, help="Read a run's ledger: verify, show, export, replay. Never writes."
 )
 
-TOP_N = 5
 STYLES = {
     Tone.PLAIN: "default",
     Tone.GOOD: "green",

@@ -23,6 +23,7 @@ from pydantic import SecretStr, ValidationError
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import messages, schema
 from smartsearch_sidecar.config.model import Config
+from smartsearch_sidecar.run.json_values import has_utf8_form
 
 FILE_BYTES_MAX = 1024 * 1024  # a configuration is a few KiB; a corpus named by mistake is not read
 SECRET_FILE_BYTES_MAX = 4096  # a capability is 128 characters at most
@@ -118,11 +119,7 @@ def _is_text(value: Any) -> bool:
     """Whether all text in a value is valid: bytes that are not UTF-8 arrive as lone surrogates."""
     if isinstance(value, list | tuple):
         return all(_is_text(item) for item in value)
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return has_utf8_form(str(value))
 
 
 def _path(setting: Setting) -> Any:

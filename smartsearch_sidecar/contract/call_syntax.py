@@ -14,6 +14,8 @@ from typing import Final
 
 from smartsearch_sidecar import errors
 
+TOP_N: Final = 5
+"""Passages of one search: the number in every call of the dataset's environment."""
 CALL_WORDS_MAX: Final = 138
 """Names, numbers and marks in a call outside strings: ten, and 64 pairs of parentheses more."""
 
@@ -23,7 +25,7 @@ CALL_WORDS_MAX: Final = 138
 _ESCAPE: Final = r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})"
 _NATIVE: Final = re.compile(
     rf"""wikipedia_search\(query=(?:'((?:[^'\\\r\n\0]++|{_ESCAPE})*+)'"""
-    rf"""|"((?:[^"\\\r\n\0]++|{_ESCAPE})*+)"), top_n=5\)"""
+    rf"""|"((?:[^"\\\r\n\0]++|{_ESCAPE})*+)"), top_n={TOP_N}\)"""
 )
 _ESCAPES: Final = re.compile(_ESCAPE)
 _SIMPLE_ESCAPES: Final = {"n": "\n", "r": "\r", "t": "\t"}
@@ -48,7 +50,7 @@ _TOKEN: Final = re.compile(
 
 
 def parse_call(call: str) -> tuple[str, bool]:
-    """The query of ``call``, verbatim, and whether its ``top_n`` is 5.
+    """The query of ``call``, verbatim, and whether its ``top_n`` is ``TOP_N``.
 
     ``call`` is text with a UTF-8 form. The query may be any text, lone surrogates included.
 
@@ -74,7 +76,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def _literal_call(call: str) -> tuple[str, bool]:
-    """The query of a call in any spelling, and whether its ``top_n`` is 5."""
+    """The query of a call in any spelling, and whether its ``top_n`` is ``TOP_N``."""
     keywords = _keywords(call)
     values = {keyword.arg: keyword.value for keyword in keywords}
     query, top_n = values.get("query"), values.get("top_n")
@@ -86,7 +88,7 @@ def _literal_call(call: str) -> tuple[str, bool]:
         raise errors.INVALID_NATIVE_REQUEST(
             "call must have exactly a string query and the number top_n."
         )
-    return query.value, type(top_n.value) is int and top_n.value == 5
+    return query.value, type(top_n.value) is int and top_n.value == TOP_N
 
 
 def _keywords(call: str) -> list[ast.keyword]:

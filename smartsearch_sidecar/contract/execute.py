@@ -1,10 +1,10 @@
-"""Bytes to frozen values for ``POST /execute``, and the strict JSON every route reads with.
+"""Bytes to frozen values for ``POST /execute``, and back.
 
 Two kinds of fault are kept apart. A request that only a wrong program sends is refused here, with
 ``InvalidRequest``. A well-formed call whose only fault is its query is the policy's own doing: it
 comes back with ``problem`` set, and the profile (which this module does not know) decides.
 
-``contract_call.py`` reads the text of the call; ``contract_reward.py`` has the shapes of rewards.
+``call_syntax.py`` reads the text of the call, ``json.py`` the body.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import json
 import re
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import parse_call
+from smartsearch_sidecar.contract.call_syntax import TOP_N, parse_call
+from smartsearch_sidecar.contract.json import strict_json
+from smartsearch_sidecar.run.json_values import has_utf8_form
 
 CALL_BYTES_MAX: Final = 8_192
 """Bytes of UTF-8 in ``call``; longer ones count as a bad query when they are otherwise sound."""
 QUERY_BYTES_MAX: Final = 4_096
 """Bytes of UTF-8 in ``query``."""
-JSON_DEPTH_MAX: Final = 64
-"""Arrays and objects open at once in a body."""
-JSON_INT_DIGITS_MAX: Final = 4_300
-"""Digits of an integer: CPython's own default, held here whatever the process was started with."""
 DECLINED_RESULT: Final = "invalid query"
 """What a declined query is answered with: the text the unmodified environment gives."""
 
@@ -65,86 +62,6 @@ class ExecuteCall(NamedTuple):
     call: str
     query: str
     problem: QueryProblem | None
-
-
-# --- strict JSON ----------------------------------------------------------------------------------
-
-# A string to its end, or to the end of the body: matching always, it cannot be made quadratic.
-_JSON_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_OPEN_CLOSE: Final = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS: Final = bytes(sorted(set(range(256)) - set(b"[]{}")))
-
-
-def strict_json(body: bytes) -> Any:
-    """Read ``body`` as one JSON value in UTF-8.
-
-    Refuses a byte-order mark, a key given twice in one object at any depth, NaN and the infinities,
-    more than 64 levels, and integers of more than 4,300 digits. Lone surrogate escapes come back as
-    text, and floats too large come back infinite, as from the standard library.
-
-    Raises: ``InvalidRequest`` with cause ``http_invalid_request``.
-    """
-    flat = _flat_object(body)
-    if flat is not None:
-        return flat
-    if body.count(b"[") + body.count(b"{") > JSON_DEPTH_MAX and _too_deep(body):
-        raise errors.INVALID_JSON(f"The body is nested deeper than {JSON_DEPTH_MAX} levels.")
-    try:
-        return _DECODER.decode(body.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise errors.INVALID_JSON("The body is not UTF-8.") from None
-    except ValueError:  # JSONDecodeError, or an interpreter told to take even fewer digits
-        raise errors.INVALID_JSON("The body is not one JSON value.") from None
-
-
-def _flat_object(body: bytes) -> dict[str, str] | None:
-    """Read the usual body, one object of strings, by the fast parser, or say nothing.
-
-    That parser keeps the last of two equal keys, so the result stands only with a proof that none
-    was dropped: each string takes two quotes, a quote inside a string takes one (none when spelled
-    ``\\u0022``: then there is no proof), and a dropped pair would take two more at least.
-    """
-    try:
-        value = orjson.loads(body)
-        if type(value) is not dict:
-            return None
-        text = "".join(value) + "".join(value.values())
-    except (orjson.JSONDecodeError, TypeError):  # the exact reader decides, and says why
-        return None
-    quotes = 4 * len(value) + text.count('"')
-    return value if body.count(b'"') == quotes and b"\\u0022" not in body else None
-
-
-def _too_deep(body: bytes) -> bool:
-    """Whether brackets outside strings nest beyond the bound; unbalanced ones count as too deep."""
-    brackets = _JSON_STRING.sub(b"", body).translate(_OPEN_CLOSE, _NO_BRACKETS)
-    for _ in range(JSON_DEPTH_MAX):  # each pass removes the innermost level everywhere
-        brackets = brackets.replace(b"[]", b"")
-    return bool(brackets)
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise errors.INVALID_JSON("An object in the body has a key twice.")
-    return value
-
-
-def _no_constant(_name: str) -> Any:
-    raise errors.INVALID_JSON("NaN and Infinity are not JSON.")
-
-
-def _bounded_int(digits: str) -> int:
-    if len(digits.lstrip("-")) > JSON_INT_DIGITS_MAX:
-        raise errors.INVALID_JSON(
-            f"An integer in the body has more than {JSON_INT_DIGITS_MAX} digits."
-        )
-    return int(digits)
-
-
-_DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_unique_pairs, parse_constant=_no_constant, parse_int=_bounded_int
-)
 
 
 # --- the environment ------------------------------------------------------------------------------
@@ -208,18 +125,10 @@ def parse_execute(body: bytes, rules: ExecuteRules) -> ExecuteCall:
     if not top_n_is_five:
         # The query's fault is named first, as the reference does; alone it would not be refused.
         refusal = reference_refusal(problem) if problem else None
-        raise (refusal or errors.INVALID_NATIVE_REQUEST)("top_n must be 5.")
-    if problem is not None and not _encodable(query):
+        raise (refusal or errors.INVALID_NATIVE_REQUEST)(f"top_n must be {TOP_N}.")
+    if problem is not None and not has_utf8_form(query):
         query = ""
     return ExecuteCall(env, call, query, problem)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _problem(query: str, call_bytes: int) -> QueryProblem | None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import strict_json
+from smartsearch_sidecar.contract.json import strict_json
+from smartsearch_sidecar.run.json_values import is_text
 
 DATA_SOURCE: Final = "re_call"
 """The one data source whose scorer is served; also what a missing ``data_source`` means."""
@@ -64,24 +65,14 @@ def _item(value: Any, name: str) -> RewardItem:
     if value.get("data_source", DATA_SOURCE) != DATA_SOURCE:
         raise _refuse(name, f'may name no data_source but "{DATA_SOURCE}"')
     solution, truth = value["solution_str"], value["ground_truth"]
-    if not _is_text(solution):
+    if not is_text(solution):
         raise _refuse(name, "must have text that can be written as UTF-8 for solution_str")
     answers = truth if type(truth) is list else [truth]
-    if not answers or not all(answer and _is_text(answer) for answer in answers):
+    if not answers or not all(answer and is_text(answer) for answer in answers):
         raise _refuse(
             name, "must have text that can be written as UTF-8, or a list of it, for ground_truth"
         )
     return RewardItem(solution, tuple(truth) if type(truth) is list else truth, DATA_SOURCE)
-
-
-def _is_text(value: Any) -> bool:
-    if type(value) is not str:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _refuse(name: str, fault: str) -> errors.InvalidRequest:

@@ -11,6 +11,7 @@ from typing import Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
@@ -18,7 +19,6 @@ from smartsearch_sidecar.retrieval.passages import Found
 from smartsearch_sidecar.retrieval.registry import Progress, open_configured
 from smartsearch_sidecar.run.record import Kind, draft, encode_line
 
-TOP_N: Final = 5
 SEARCH_BYTES: Final = 6 * 1024
 """Records of one search where none could be measured: five passages of 100 words, escaped."""
 FOREIGN_ENVIRONMENT_BYTES: Final = 4 * 1024

@@ -26,15 +26,16 @@ from typing import Any, Final
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.ledger.disk import CLAIM, DIRECTORY_MODE, FILE_MODE, LATCH
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.recorded_queries import recorded_query, rules_of
 from smartsearch_sidecar.ledger.recovery import read_latch
+from smartsearch_sidecar.run.json_values import canonical_digest
 from smartsearch_sidecar.run.record import Kind, Line
 
-TOP_N: Final = 5
 SOURCE: Final = "smartsearch.wikipedia_search"
 _CLAIM_KEYS: Final = (
     "retrieval",
@@ -56,18 +57,6 @@ class Exported:
     rejected: bool
     declined: int
     torn: bool
-
-
-def canonical(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, UTF-8. The standard encoder, for its floats."""
-    return json.dumps(
-        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
-    ).encode()
-
-
-def digest(value: Any) -> str:
-    """sha256 of canonical JSON."""
-    return hashlib.sha256(canonical(value)).hexdigest()
 
 
 def export_reference(directory: Path, out: Path, *, progress: Progress | None = None) -> Exported:
@@ -222,10 +211,10 @@ def response(
                 "raw_search_hash": hashlib.sha256(query.encode()).hexdigest(),
                 "tag_parse_status": "ok",
                 "document_ids": [item["id"] for item in clean],
-                "retrieval_request_sha256": digest(
+                "retrieval_request_sha256": canonical_digest(
                     {"query": query, "top_n": TOP_N, "return_score": False}
                 ),
-                "retrieval_response_sha256": digest(clean),
+                "retrieval_response_sha256": canonical_digest(clean),
             }
         ],
         "evidence": [_evidence(item, identity) for item in clean],
@@ -241,6 +230,6 @@ def _evidence(item: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str,
         "first_seen_step": 0,
         "corpus_sha256": identity["corpus_sha256"],
         "index_sha256": identity["index_sha256"],
-        "document_sha256": digest({"document_id": item["id"], "text": item["contents"]}),
+        "document_sha256": canonical_digest({"document_id": item["id"], "text": item["contents"]}),
         "metadata": {},
     }

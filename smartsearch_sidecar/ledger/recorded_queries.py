@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import parse_call
+from smartsearch_sidecar.contract.call_syntax import TOP_N, parse_call
 from smartsearch_sidecar.contract.execute import ExecuteRules, parse_execute
-
-TOP_N: Final = 5
-"""Of every ``/execute`` call, whose records need not say so."""
 
 
 def rules_of(claim: bytes) -> ExecuteRules:
@@ -46,7 +43,7 @@ def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
 
 def recorded_top_n(data: Mapping[str, Any]) -> int:
     """How many passages a ``retrieval.requested`` record asks for. Raises ``LedgerCorrupt``."""
-    top_n = data.get("top_n", TOP_N)
+    top_n = data.get("top_n", TOP_N)  # a request of `/execute` does not record it
     if type(top_n) is not int or top_n < 1:
         raise errors.LEDGER_CORRUPT("a recorded request does not say how many passages it asks for")
     return top_n

@@ -21,13 +21,14 @@ A second table says whether the restart itself closes the latch. Nothing here op
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import orjson
 
 from smartsearch_sidecar.ledger.history import History, Tail
+from smartsearch_sidecar.run.json_values import differences, flat
 
 # --- the facts ------------------------------------------------------------------------------------
 
@@ -227,23 +228,24 @@ def compare_claims(old: bytes | Mapping[str, Any], new: bytes | Mapping[str, Any
         return ["claim.json: it is not readable as a claim"]
     if now is None:
         return ["the new claim: it is not readable as a claim"]
-    before, after = dict(_flat(was)), dict(_flat(now))
-    names = sorted(before.keys() | after.keys())
+    was_compared, now_compared = _compared(was), _compared(now)
+    before, after = flat(was_compared), flat(now_compared)
     differing = [
         f"{name.removeprefix('config.')}: {_shown(before, name)} -> {_shown(after, name)}"
-        for name in names
-        if not _may_differ(name) and before.get(name, _NONE) != after.get(name, _NONE)
+        for name in differences(was_compared, now_compared)
     ]
     if not differing and was.get("config_sha256") != now.get("config_sha256"):
         return ["config_sha256: the configuration differs in a key that the claim does not show"]
     return list(dict.fromkeys(differing))
 
 
-_NONE: Final = object()
-
-
-def _may_differ(name: str) -> bool:
-    return name in _MAY_DIFFER or name.partition(".")[0] in _MAY_DIFFER
+def _compared(claim: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A claim without what may differ."""
+    return {
+        key: _compared(item, f"{before}{key}.") if isinstance(item, Mapping) else item
+        for key, item in claim.items()
+        if f"{before}{key}" not in _MAY_DIFFER
+    }
 
 
 def _claim_values(claim: bytes | Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -254,14 +256,6 @@ def _claim_values(claim: bytes | Mapping[str, Any]) -> Mapping[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return value if type(value) is dict else None
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

@@ -12,13 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.recorder import Recorder
 from smartsearch_sidecar.ledger.resume import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.provider import Provider, WatchesItself
 from smartsearch_sidecar.retrieval.registry import Progress, open_configured
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from smartsearch_sidecar.cluster.bus import Connect
     from smartsearch_sidecar.gate.cluster import ClusterRun
     from smartsearch_sidecar.scoring.build import Rewards
-
-TOP_N = 5  # the contract's; part of every call
 
 
 @dataclass(slots=True)
@@ -143,7 +142,7 @@ def _service(
     return Service(
         recorder=recorder,
         slots=Slots(execute.slots, execute.waiting_max, waited=heard.waited["execute"].observe),
-        retrieval=Retrieval(guard, cache_bytes=config.retrieval.cache_mib * MIB),
+        retrieval=CachedSearch(guard, cache_bytes=config.retrieval.cache_mib * MIB),
         policy=ServicePolicy(
             rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
             deadline_seconds=execute.deadline_seconds,

@@ -2,16 +2,17 @@
 
 Every request still counts and is recorded by its caller; here only the work is saved. A search runs
 in a task of its own, so that a caller that leaves or runs out of time neither cancels it for others
-nor waits for it: its late result is dropped (or serves the next one who asks).
+nor waits for it: its late result is dropped, or serves the next request that asks alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any, Literal
+
+from cachetools import LRUCache
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.guard import Guard
@@ -20,6 +21,8 @@ from smartsearch_sidecar.retrieval.passages import Found
 Outcome = Literal["miss", "shared", "hit"]
 Key = tuple[str, int | None]
 """A query and how many passages are asked for; ``None`` is the contract's number."""
+_Kept = tuple[str, Found]
+"""A query beside its answer: values are sized without their keys, and a query counts too."""
 
 
 async def _until(flight: asyncio.Task[Found], deadline: float) -> Found:
@@ -61,33 +64,34 @@ class SearchCache:
     """Least recently used answers, bounded by bytes; a bound of 0 keeps nothing."""
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._entries: OrderedDict[Key, Found] = OrderedDict()
-        self.bytes = 0
+        self._entries: LRUCache[Key, _Kept] = LRUCache(bytes_max, getsizeof=_size)
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def bytes(self) -> int:
+        """What the answers and their queries take."""
+        return int(self._entries.currsize)
+
     def get(self, key: Key) -> Found | None:
         """The answer to exactly this search, refreshed."""
-        found = self._entries.get(key)
-        if found is not None:
-            self._entries.move_to_end(key)
-        return found
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
 
     def put(self, key: Key, found: Found) -> None:
         """Keeps an answer, and lets the oldest go until all fit."""
-        size = found.size + len(key[0])
-        if size > self._bytes_max or key in self._entries:
-            return
-        self._entries[key] = found
-        self.bytes += size
-        while self.bytes > self._bytes_max:
-            (old_query, _), old = self._entries.popitem(last=False)
-            self.bytes -= old.size + len(old_query)
+        entry = (key[0], found)
+        if _size(entry) <= self._entries.maxsize:  # a larger one would be refused with ValueError
+            self._entries[key] = entry
 
 
-class Retrieval:
+def _size(entry: _Kept) -> int:
+    query, found = entry
+    return found.size + len(query)
+
+
+class CachedSearch:
     """What the service asks: one query, one deadline, one named outcome."""
 
     def __init__(self, guard: Guard, *, cache_bytes: int) -> None:
@@ -136,7 +140,7 @@ class Retrieval:
             self.cache.put(key, task.result())
 
     async def close(self) -> None:
-        """Cancels searches nobody waits for any more and closes the provider."""
+        """Cancels the searches still running, which no request awaits, and closes the provider."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

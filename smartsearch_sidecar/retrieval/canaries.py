@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.provider import Provider
+from smartsearch_sidecar.run.json_values import is_sha256
 
-FILE_BYTES_MAX = 16 * 1024 * 1024
+FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 """A canary is under 10 KB; a file of this size is not a file of canaries."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+CANARY_SECONDS: Final = 60.0
+"""Between two rounds. Not a key, because one value serves every run: what a swapped index answers
+reaches a minute of rollouts at most before the latch closes, and tens of canaries are no load."""
+TRANSPORT_FAULTS_MAX: Final = 3
+"""Rounds in a row that may fail to reach the retriever: one lost connection proves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CanaryDifference:
     """How one canary's answer differs from its record; ids, sorted."""
 
     query_sha256: str
@@ -54,7 +57,7 @@ class Difference:
     changed: tuple[str, ...]
 
     def describe(self) -> str:
-        """One clause for a message, bounded whatever the retriever calls its documents."""
+        """One clause for a message, bounded however long the retriever's ids are."""
         parts = [f"canary {self.query_sha256[:16]}"]
         for word, ids in (("missing", self.missing), ("new", self.new), ("changed", self.changed)):
             if ids:
@@ -132,7 +135,7 @@ def _parse(line: bytes) -> Canary | str:
         name, digest = document["id"], document["contents_sha256"]
         if not isinstance(name, str) or not name or name in pairs:
             return "a document's id is empty, repeated or not a string"
-        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        if not is_sha256(digest):
             return "contents_sha256 is not 64 lower-case hex digits"
         pairs[name] = digest
     return Canary(query, top_n, tuple(pairs.items()))
@@ -141,12 +144,12 @@ def _parse(line: bytes) -> Canary | str:
 # --- asking --------------------------------------------------------------------------------------
 
 
-async def record(provider: Provider, queries: Sequence[str], *, top_n: int = 5) -> list[Canary]:
+async def record(provider: Provider, queries: Sequence[str], *, top_n: int) -> list[Canary]:
     """Asks each query and keeps what came; repeated queries once.
 
     Each is asked twice, alone and beside all others: a retriever that ranks differently in a batch
     would close the latch of a good run. Raises ``UsageError`` naming a query that is answered
-    differently the second time, or with nothing; and whatever the provider raises.
+    differently the second time, or with nothing; and what the provider raises.
     """
     distinct = list(dict.fromkeys(queries))
     canaries = [
@@ -171,11 +174,11 @@ async def record(provider: Provider, queries: Sequence[str], *, top_n: int = 5) 
     return canaries
 
 
-async def check(provider: Provider, canaries: Sequence[Canary]) -> list[Difference]:
+async def check(provider: Provider, canaries: Sequence[Canary]) -> list[CanaryDifference]:
     """The canaries whose answers differ; empty when the index is the recorded one.
 
-    One after the other, so that a round never crowds out the rollouts' searches. Raises whatever
-    the provider raises.
+    One after the other, so that a round never crowds out the rollouts' searches. Raises
+    what the provider raises.
     """
     differences = []
     for canary in canaries:
@@ -185,11 +188,11 @@ async def check(provider: Provider, canaries: Sequence[Canary]) -> list[Differen
     return differences
 
 
-def _compare(canary: Canary, documents: Sequence[Mapping[str, Any]]) -> Difference | None:
+def _compare(canary: Canary, documents: Sequence[Mapping[str, Any]]) -> CanaryDifference | None:
     recorded, answered = dict(canary.documents), dict(_pairs(documents))
     if recorded == answered:
         return None
-    return Difference(
+    return CanaryDifference(
         query_sha256=canary.query_sha256,
         missing=tuple(sorted(recorded.keys() - answered.keys())),
         new=tuple(sorted(answered.keys() - recorded.keys())),
@@ -211,7 +214,7 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
     return tuple(pairs.items())
 
 
-def changed(differences: Sequence[Difference], asked: int) -> errors.RetrievalError:
+def changed(differences: Sequence[CanaryDifference], asked: int) -> errors.RetrievalError:
     """The fault that says which canaries differ and how."""
     shown = "; ".join(difference.describe() for difference in differences[:3])
     more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -219,3 +222,84 @@ def changed(differences: Sequence[Difference], asked: int) -> errors.RetrievalEr
         f"the retriever does not serve the recorded corpus or index: {len(differences)} of {asked} "
         f"canaries differ: {shown}{more}"
     )
+
+
+# --- asking while a run goes on ------------------------------------------------------------------
+
+
+class CanaryWatch:
+    """Asks the canaries every ``seconds`` and holds the verdict.
+
+    ``fault`` is ``None`` while the identity holds. ``IdentityChanged`` stays for good; a fault of
+    reaching or asking the retriever lasts until a round succeeds. ``on_fault`` is called on the
+    loop after each failing round, so that a latch can close without waiting for the next search.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        canaries: Sequence[Canary],
+        *,
+        seconds: float,
+        on_fault: Callable[[errors.RetrievalError], None] | None = None,
+    ) -> None:
+        self.fault: errors.RetrievalError | None = None
+        self.rounds = 0
+        self._provider = provider
+        self._canaries = canaries
+        self._seconds = seconds
+        self._on_fault = on_fault
+        self._unreached = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins the rounds, the first after ``seconds``."""
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """Ends the rounds."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
+            raise error
+
+    async def round(self) -> None:
+        """Asks every canary once and sets ``fault``; raises nothing but cancellation."""
+        try:
+            differences = await check(self._provider, self._canaries)
+        except errors.ProviderTransport as error:
+            self._unreached += 1
+            if self._unreached >= TRANSPORT_FAULTS_MAX:
+                self._fail(
+                    errors.PROVIDER_FAULT(
+                        f"the canaries could not be asked {self._unreached} times in a row: "
+                        f"{error.message}"
+                    )
+                )
+        except errors.RetrievalError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - classified: becomes the watch's fault
+            # Not a failure the provider names, so a broken one: without this the timer would end
+            # in silence and the run would go on undefended.
+            self._fail(errors.PROVIDER_FAULT(f"asking a canary raised {type(error).__name__}"))
+        else:
+            self._unreached = 0
+            if differences:
+                self._fail(changed(differences, len(self._canaries)))
+            elif not errors.IDENTITY_CHANGED.matches(self.fault):
+                self.fault = None
+        self.rounds += 1
+
+    async def _watch(self) -> None:
+        while not errors.IDENTITY_CHANGED.matches(self.fault):
+            await asyncio.sleep(self._seconds)
+            await self.round()
+
+    def _fail(self, fault: errors.RetrievalError) -> None:
+        if errors.IDENTITY_CHANGED.matches(self.fault):
+            return
+        self.fault = fault
+        if self._on_fault is not None:
+            self._on_fault(fault)

@@ -9,15 +9,13 @@ joined by one blank line.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.passages import Found, Passage, found_of, read_passage
 from smartsearch_sidecar.retrieval.provider import Provider
+from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256, same
 
 RETRY_SECONDS: Final = 0.25
 """The pause before the first further try: a retriever that is being restarted refuses connections
@@ -25,19 +23,6 @@ for about a second, so a try at once would meet the same."""
 RETRY_GROWTH: Final = 4
 RETRY_SECONDS_MAX: Final = 2.0
 """Of one pause: 0.25 s, 1 s, then 2 s each; a deadline holds few more."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-def canonical_digest(value: Any) -> str:
-    """sha256 of canonical JSON as the reference writes it: sorted keys, no spaces, UTF-8.
-
-    The standard encoder, because it spells floats as the reference does.
-    """
-    text = json.dumps(
-        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Guard:
@@ -52,9 +37,14 @@ class Guard:
         drop_tagged: bool,
         watch_drift: bool,
     ) -> None:
-        """``retries`` counts further tries after a transport fault; ``drop_tagged`` leaves passages
-        with protocol tags out (otherwise they are ``DocumentInvalid``); ``watch_drift`` remembers a
-        digest per document id of a remote provider.
+        """
+        Args:
+            provider: the backend of the run.
+            top_n: passages of a search that does not say how many.
+            retries: further tries after a transport fault.
+            drop_tagged: leave passages with protocol tags out; otherwise they are
+                ``DocumentInvalid``.
+            watch_drift: remember a digest (16 bytes with its id) per document of a remote provider.
         """
         self.provider = provider
         self.top_n = top_n
@@ -65,11 +55,15 @@ class Guard:
         self.identity_sha256 = ""
 
     async def claim_identity(self) -> dict[str, Any]:
-        """Asks the provider who it is and holds it to that from now on."""
+        """Asks the provider what it serves, and holds it to that from now on.
+
+        Raises:
+            ConfigError: the identity lacks one of the two digests.
+            ProviderFault: the provider could not say.
+        """
         identity = await self._ask_identity()
         for key in ("corpus_sha256", "index_sha256"):
-            digest = identity.get(key)
-            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            if not is_sha256(identity.get(key)):
                 raise errors.CONFIG_INVALID(
                     f"the retrieval provider {self.provider.name} names no {key} of 64 lower-case "
                     "hex digits: a corpus that cannot be named cannot be frozen"
@@ -91,20 +85,22 @@ class Guard:
     async def check_identity(self) -> None:
         """Raises ``IdentityChanged`` where corpus or index are not those of the claim."""
         now = await self._ask_identity()
-        if now != self.identity:
-            keys = sorted(
-                key
-                for key in {*now, *self.identity}
-                if now.get(key) != self.identity.get(key) or (key in now) != (key in self.identity)
-            )
+        if not same(now, self.identity):
             raise errors.IDENTITY_CHANGED(
-                f"the provider's identity changed during the run: {', '.join(keys)}"
+                "the provider's identity changed during the run: "
+                f"{', '.join(differences(now, self.identity))}"
             )
 
     async def search(self, query: str, deadline: float, top_n: int | None = None) -> Found:
-        """One search, its identity checked after it. ``deadline`` bounds retries, on the loop's
-        clock; the search itself is bounded by whoever waits for it. ``top_n`` is the contract's
-        where none is given.
+        """One search, and the identity checked after it.
+
+        Args:
+            deadline: seconds of the loop's clock after which no further try begins. The search
+                itself is not bounded here: its caller bounds the wait (``CachedSearch.find``).
+            top_n: passages at most; the contract's where it is not given.
+
+        Raises:
+            RetrievalError: the one that names what failed.
         """
         asked = self.top_n if top_n is None else top_n
         documents = await self._ask(query, deadline, asked)

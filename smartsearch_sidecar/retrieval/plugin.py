@@ -12,8 +12,7 @@ it says so they are watched for drift). What the factory needs it reads from the
 The module is imported, the factory called and both methods run in eight threads of this provider's
 own, several at once: **an object that is not safe for threads must lock for itself.** The methods
 are plain functions, not coroutines. A call that never returns holds its thread, but neither the
-loop nor the end of the process: the threads are daemons, which is why they are not an executor's
-(``concurrent.futures`` joins its threads at exit).
+loop nor the end of the process (``threads.py``).
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ import asyncio
 import importlib
 import inspect
 import math
-import queue
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.retrieval.threads import RetrieverThreads
+from smartsearch_sidecar.run.json_values import is_sha256
 
 THREADS = 8
 """As many as a node has slots by default."""
@@ -38,8 +36,6 @@ CLOSE_SECONDS = 5.0
 """For the object's own ``close``; a retriever that hangs must not hold the drain."""
 
 _SPEC = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_T = TypeVar("_T")
 
 
 async def open_plugin(spec: str) -> PluginProvider:
@@ -54,7 +50,15 @@ async def open_plugin(spec: str) -> PluginProvider:
 
 
 class PluginProvider:
-    """Runs a plain Python retriever off the loop. ``name`` is the words of the configuration."""
+    """Runs a plain Python retriever off the loop.
+
+    Args:
+        spec: ``module:factory``, as in ``retrieval.provider``; also the provider's ``name``.
+        threads: calls of the object at once.
+
+    Raises:
+        ConfigError: ``spec`` has another form.
+    """
 
     def __init__(self, spec: str, *, threads: int = THREADS) -> None:
         if not _SPEC.fullmatch(spec):
@@ -64,11 +68,15 @@ class PluginProvider:
             )
         self.name = spec
         self.remote = True
-        self._threads = _Threads(threads, spec)
+        self._threads = RetrieverThreads(threads, spec)
         self._object: Any = None
 
     async def start(self) -> None:
-        """Imports the module, calls the factory and asks for the first fingerprint."""
+        """Imports the module, calls the factory and asks for the first fingerprint.
+
+        Raises:
+            ConfigError: one of these failed, or the fingerprint lacks a digest.
+        """
         self._object = await self._threads.run(lambda: _made(self.name))
         self.remote = getattr(self._object, "remote", True) is not False
         try:
@@ -79,27 +87,33 @@ class PluginProvider:
             # The operator's code may raise anything; at start that is a configuration's fault.
             raise _unusable(self.name, f"fingerprint() raised {_said(error)}") from error
         for key in ("corpus_sha256", "index_sha256"):
-            digest = identity.get(key)
-            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            if not is_sha256(identity.get(key)):
                 raise _unusable(
                     self.name, f"fingerprint() names no {key} of 64 lower-case hex digits"
                 )
 
     async def identity(self) -> Mapping[str, Any]:
-        """The object's fingerprint as JSON values. Raises ``ProviderFault`` where it is none, and
-        whatever ``fingerprint()`` raises.
+        """The object's fingerprint as JSON values.
+
+        Raises:
+            ProviderFault: the fingerprint is not a mapping of JSON values.
+            Exception: what ``fingerprint()`` itself raises.
         """
         return await self._threads.run(lambda: _identity(self._object.fingerprint()))
 
     async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
-        """The object's documents, not yet checked; raises whatever ``search()`` raises."""
+        """The object's documents, not yet checked. Raises what ``search()`` itself raises."""
         found: Sequence[Mapping[str, Any]] = await self._threads.run(
             lambda: _documents(self._object.search(query, top_n=top_n))
         )
         return found
 
     async def close(self) -> None:
-        """Closes the object where it can be closed, bounded; running calls are left behind."""
+        """Calls the object's ``close``, if it has one; calls still running are left behind.
+
+        Raises:
+            ProviderFault: ``close`` took longer than ``CLOSE_SECONDS``.
+        """
         made, self._object = self._object, None
         closing = getattr(made, "close", None)
         try:
@@ -114,79 +128,13 @@ class PluginProvider:
             self._threads.stop()
 
 
-class _Threads:
-    """A fixed number of daemon threads that take calls in order."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._count = count
-        self._stopped = False
-        for number in range(count):
-            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True).start()
-
-    async def run(self, call: Callable[[], _T]) -> _T:
-        """What ``call`` returns or raises. A caller that leaves before its turn frees the turn."""
-        if self._stopped:
-            raise _closed()
-        future: Future[_T] = Future()
-        self._calls.put((future, call))
-        return await asyncio.wrap_future(future)
-
-    def stop(self) -> None:
-        """Ends each thread after what it is running; calls still queued fail."""
-        if self._stopped:
-            return
-        self._stopped = True
-        while True:
-            try:
-                item = self._calls.get_nowait()
-            except queue.Empty:
-                break
-            if item is not None and item[0].set_running_or_notify_cancel():
-                item[0].set_exception(_closed())
-        for _ in range(self._count):
-            self._calls.put(None)
-
-    def _serve(self) -> None:
-        while (item := self._calls.get()) is not None:
-            future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:  # noqa: BLE001 - raised by the one who waits
-                future.set_exception(_carried(error))
-            else:
-                future.set_result(result)
-            del item, future, call
-
-
-def _closed() -> errors.ProviderFault:
-    return errors.PROVIDER_FAULT("the retriever is closed; no search is taken any more")
-
-
-def _carried(error: BaseException) -> Exception:
-    """What may cross from a thread to the loop: these kinds would mean something else there.
-
-    ``StopIteration`` cannot be set on a future (the caller would wait for ever), a cancellation
-    would look like the caller's own, and ``SystemExit`` would end the loop.
-    """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
-        return error
-    fault = errors.PROVIDER_FAULT(f"the retriever raised {type(error).__name__}")
-    fault.__cause__ = error
-    return fault
-
-
 def _made(spec: str) -> object:
     """Imports, finds, calls and looks over; runs in a thread because imports may take minutes."""
     module_name, _, factory_name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        # Importing runs the operator's code: whatever it raises is why it cannot be imported.
+        # Importing runs the operator's code: what it raises is why it cannot be imported.
         raise _unusable(
             spec, f"module {module_name} cannot be imported ({_said(error)}): is it on PYTHONPATH?"
         ) from error
@@ -239,7 +187,9 @@ def _plain(value: object, where: str) -> Any:
         return {key: _plain(inner, where) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, where) for inner in value]
-    raise errors.PROVIDER_FAULT(f"{where} holds a {type(value).__name__}, which is no JSON value")
+    raise errors.PROVIDER_FAULT(
+        f"{where} holds a {type(value).__name__}, which is not a JSON value"
+    )
 
 
 def _documents(value: object) -> Any:

@@ -15,6 +15,12 @@ from smartsearch_sidecar import errors
 class Provider(Protocol):
     """A frozen corpus that can be searched.
 
+    Every method runs on the event loop of the daemon and must not block it: work that blocks
+    belongs in threads (``threads.py``). Several searches run at once (``execute.slots``), and each
+    may be cancelled at any await.
+
+    A provider need not check, bound or retry anything: the guard does that for all of them.
+
     Attributes:
         name: what ``status`` shows, e.g. ``bm25``.
         remote: whether the passages live in another process. Only then can a document change under
@@ -25,20 +31,40 @@ class Provider(Protocol):
     remote: bool
 
     async def identity(self) -> Mapping[str, Any]:
-        """What names corpus and index: JSON values, with at least ``corpus_sha256`` and
-        ``index_sha256`` (64 lower-case hex digits each). Cheap: asked around every search.
+        """What names corpus and index.
+
+        Asked once when a run is claimed and again after every search, so it must be cheap. A value
+        that differs from the claim's, in kind too (``1`` and ``true``), closes the latch.
+
+        Returns:
+            JSON values, with at least ``corpus_sha256`` and ``index_sha256``, 64 lower-case hex
+            digits each.
+
+        Raises:
+            IdentityChanged: the provider itself sees that it serves something else.
+            Exception: any other is classified as ``ProviderFault``.
         """
         ...
 
     async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
-        """At most ``top_n`` documents, best first: mappings with ``id``, ``contents`` and perhaps a
-        finite numeric ``score``. May raise anything; the guard classifies it.
-        ``errors.ProviderTransport`` marks what may be retried.
+        """The documents found for a query.
+
+        Args:
+            query: the policy's text, not stripped, not blank; at most 4,096 bytes of UTF-8.
+            top_n: documents at most, 1 or more.
+
+        Returns:
+            Mappings with ``id`` and ``contents`` (text that is not blank) and perhaps a finite
+            numeric ``score``; best first, ids distinct. An empty sequence where nothing matches.
+
+        Raises:
+            ProviderTransport: the backend was not reached or broke off; the guard may try again.
+            Exception: any other fails the search and is not tried again.
         """
         ...
 
     async def close(self) -> None:
-        """Releases what was opened; called once, after the last search."""
+        """Releases what was opened. Called once, after the last search."""
         ...
 
 
@@ -46,8 +72,9 @@ class Provider(Protocol):
 class WatchesItself(Protocol):
     """A provider that looks after its identity between searches as well.
 
-    ``on_fault`` is called on the loop with what it found, so that the latch need not wait for the
-    next search.
+    Attributes:
+        on_fault: set by the process; the provider calls it on the loop with the fault it found, so
+            that the latch closes without waiting for the next search.
     """
 
     on_fault: Callable[[errors.RetrievalError], None] | None

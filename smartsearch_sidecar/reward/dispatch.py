@@ -14,7 +14,7 @@ then raised. Cancelling the caller, and the deadline, do the same. When ``ask_al
 raises, every number that ``before`` gave out was handed to exactly one of ``after`` and ``failed``.
 
 A place is taken before the reservation is made, so that quota is never held by a call that only
-waits its turn; and whoever holds quota holds a place, so waiting for quota inside ``before`` ends.
+waits its turn; and a call that holds quota holds a place, so a wait for quota in ``before`` ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HelperDispatch:
     """One per process: its places are shared by all rows, batches and splits.
 
     Args:
-        helper: who is asked.
+        helper: what is asked; ``HelperClient`` outside of tests.
         concurrency: calls between reservation and settlement at once.
         seed: sent with every call.
     """
@@ -85,7 +85,7 @@ class HelperDispatch:
         Raises what failed first: a ``HelperFault``, or what a hook raised. Further failures are
         noted on it.
         """
-        batch = _Batch(self, before, after, failed, deadline)
+        batch = _DispatchedCalls(self, before, after, failed, deadline)
         task, cancelled = await _outlast(batch.run(prompts), on_cancel=batch.stop)
         if cancelled:  # all is settled and recorded; what failed on the way must not vanish
             raise asyncio.CancelledError from None if task.cancelled() else task.exception()
@@ -132,7 +132,7 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-class _Batch:
+class _DispatchedCalls:
     """The calls of one ``ask_all``."""
 
     def __init__(
@@ -167,7 +167,7 @@ class _Batch:
         if self._failures:
             raise self._failures[0]
         for outcome in outcomes:
-            if outcome is not None:  # an interpreter's own exit, which is nobody's failure
+            if outcome is not None:  # an interpreter's own exit, no failure of a call
                 raise outcome
         return [task.result() for task in tasks]
 
@@ -214,7 +214,7 @@ class _Batch:
             self._unsent.discard(task)
 
     async def _send(self, place: int, number: int, prompt: str) -> str:
-        """From here on nothing cancels the task, and the number is settled whatever happens.
+        """From here on nothing cancels the task, and the number is settled in every case.
 
         Only a loop that is torn down can still cancel it. Then the call stays unsettled, which is
         true, and the restart says so.

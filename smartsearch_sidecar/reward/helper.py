@@ -2,24 +2,21 @@
 
 What travels is in ``reward/wire.py``; here are connections, time and sizes. Whether a call may be
 tried again depends on one fact, whether a connection was ever handed to it: until then nothing can
-have been sent, and from then on it may have cost money, whatever became of it.
+have been sent, and from then on it may have cost money, even if no answer comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Final, Self
 
-import aiohttp
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.outbound_http import ExchangeFailed, Failure, OutboundHttp
 from smartsearch_sidecar.reward.wire import PROTOCOLS, HelperAnswer, Kind, address
-
-__all__ = ["HelperAnswer", "HelperClient"]
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 """Bytes of one answer. 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is
@@ -42,17 +39,6 @@ cannot be sent again, and would end the run."""
 
 _OK = 200
 _NOT_SHOWN = frozenset({404, 405, 501})
-
-
-_POST_HEADERS = {"Content-Type": "application/json"}
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """How far an exchange has come: a connection was handed to it, an answer has begun."""
-
-    connected: bool = False
-    answered: bool = False
 
 
 class HelperClient:
@@ -91,8 +77,11 @@ class HelperClient:
         self._answer_bytes_max = answer_bytes_max
         self._connect_tries = connect_tries
         self._pause = pause
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+        self._http = OutboundHttp(
+            connections_max=0,  # the dispatch bounds the calls at once
+            keepalive_seconds=KEEPALIVE_SECONDS,
+            connect_seconds=CONNECT_SECONDS,
+        )
         self._shown: Mapping[str, str] | None = None
 
     async def __aenter__(self) -> Self:
@@ -103,10 +92,7 @@ class HelperClient:
 
     async def close(self) -> None:
         """Drops every connection. Not before the last exchange has ended."""
-        self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._http.close()
 
     # --- asking -----------------------------------------------------------------------------------
 
@@ -115,11 +101,11 @@ class HelperClient:
 
         ``deadline`` (seconds of the loop's clock) may end the exchange before ``timeout_seconds``
         does. Raises a ``HelperFault``, whose ``usage`` is what the exchange was measured at, if it
-        was. Cancelled, it gives the exchange up, and nobody knows what it has cost.
+        was. Cancelled, it gives the exchange up, and what it has cost stays unknown.
         """
         try:
             body = orjson.dumps(self._protocol.request(prompt, model=self.model, seed=seed))
-        except TypeError as exc:  # the edge lets no such text in, see contract.py
+        except TypeError as exc:  # the edge lets no such text in, see contract/reward.py
             raise errors.INTERNAL_ERROR("a prompt has no UTF-8 form") from exc
         status, raw = await self._exchange("POST", self._protocol.path, body, self._until(deadline))
         if status != _OK:
@@ -194,106 +180,72 @@ class HelperClient:
     async def _exchange(
         self, method: str, path: str, body: bytes | None, until: float
     ) -> tuple[int, bytes]:
-        """Status and body, the body only of a 200. ``until`` is in seconds of the loop's clock."""
-        attempt = _Attempt()
+        """Status and body, the body only of a 200. ``until`` is in seconds of the loop's clock.
+
+        Further attempts are made only while nothing was sent: from then on a call may have cost
+        money, even if no answer comes.
+        """
+        self._http.open()
+        for attempt in itertools.count(1):
+            try:
+                answer = await self._http.exchange(
+                    method,
+                    self._base + path,
+                    body,
+                    until=until,
+                    bytes_max=self._answer_bytes_max,
+                    json_only=True,
+                )
+            except ExchangeFailed as error:
+                last = error.failure is Failure.LATE or attempt >= self._connect_tries
+                if error.sent or last:
+                    raise self._fault(error) from error
+            else:
+                return answer.status, answer.body
+            await self._pause_until(CONNECT_PAUSE_SECONDS * attempt, until)
+        raise errors.INTERNAL_ERROR("an exchange ended without an answer or an error")
+
+    async def _pause_until(self, seconds: float, until: float) -> None:
         try:
             async with asyncio.timeout_at(until):
-                for failures in range(1, self._connect_tries):
-                    try:
-                        return await self._once(method, path, body, attempt)
-                    except errors.HelperUnreachable:
-                        await self._pause(CONNECT_PAUSE_SECONDS * failures)
-                return await self._once(method, path, body, attempt)
+                await self._pause(seconds)
         except TimeoutError:
-            if attempt.connected:
-                raise errors.HELPER_TIMEOUT(
-                    f"the helper at {self.place} did not answer in time: it hangs or has too much "
-                    "to do (reward.helper.timeout_seconds, reward.helper.concurrency)"
-                ) from None
             raise self._unreachable("not in time") from None
+
+    def _fault(self, error: ExchangeFailed) -> errors.HelperFault:
+        """What an exchange without a usable answer is to the run."""
+        if not error.sent:
+            late = error.failure is Failure.LATE
+            return self._unreachable("not in time" if late else error.why)
+        if error.failure is Failure.LATE:
+            return errors.HELPER_TIMEOUT(
+                f"the helper at {self.place} did not answer in time: it hangs or has too much "
+                "to do (reward.helper.timeout_seconds, reward.helper.concurrency)"
+            )
+        if error.failure is Failure.OTHER_MEDIA:
+            return errors.HELPER_NOT_JSON(
+                f"{self.place} answered with another media type than application/json: "
+                "a proxy or a login page stands before the helper"
+            )
+        if error.failure is Failure.COMPRESSED:
+            return errors.HELPER_ANSWER_INVALID(
+                f"the helper at {self.place} compressed its answer although it was told not to"
+            )
+        if error.failure is Failure.TOO_LONG:
+            return errors.HELPER_ANSWER_INVALID(
+                f"the helper at {self.place} answered with more than {self._answer_bytes_max} bytes"
+            )
+        if error.answered:
+            return errors.HELPER_TRUNCATED(
+                f"the helper at {self.place} broke off in the middle of its answer ({error.why})"
+            )
+        return errors.HELPER_TRANSPORT(
+            f"the connection to the helper at {self.place} was lost after the call had been "
+            f"sent ({error.why}); what it has cost is unknown, so it is not sent again"
+        )
 
     def _unreachable(self, why: str) -> errors.HelperUnreachable:
         return errors.HELPER_UNREACHABLE(
             f"no connection to the helper at {self.place} ({why}): start it, or set "
             "reward.helper.url"
         )
-
-    async def _once(
-        self, method: str, path: str, body: bytes | None, attempt: _Attempt
-    ) -> tuple[int, bytes]:
-        """One attempt. ``HelperUnreachable`` promises that nothing was sent."""
-        session = self._open()
-        try:
-            async with session.request(
-                method,
-                self._base + path,
-                data=body,
-                headers=_POST_HEADERS if body is not None else None,
-                allow_redirects=False,
-                trace_request_ctx=attempt,
-            ) as response:
-                attempt.answered = True
-                if response.status != _OK:
-                    response.close()  # unread: an error page is of no use, and has no bound
-                    return response.status, b""
-                return response.status, await self._read(response)
-        except (aiohttp.ClientError, OSError) as exc:  # TimeoutError of one connect is an OSError
-            if not attempt.connected:
-                raise self._unreachable(type(exc).__name__) from exc
-            if attempt.answered:
-                raise errors.HELPER_TRUNCATED(
-                    f"the helper at {self.place} broke off in the middle of its answer "
-                    f"({type(exc).__name__})"
-                ) from exc
-            raise errors.HELPER_TRANSPORT(
-                f"the connection to the helper at {self.place} was lost after the call had been "
-                f"sent ({type(exc).__name__}); what it has cost is unknown, so it is not sent again"
-            ) from exc
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        declared = response.headers.get("Content-Type")
-        if declared is not None and response.content_type != "application/json":
-            response.close()
-            raise errors.HELPER_NOT_JSON(
-                f"{self.place} answered with another media type than application/json: "
-                "a proxy or a login page stands before the helper"
-            )
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            response.close()
-            raise errors.HELPER_ANSWER_INVALID(
-                f"the helper at {self.place} compressed its answer although it was told not to"
-            )
-        chunks: list[bytes] = []
-        size = 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > self._answer_bytes_max:
-                response.close()
-                raise errors.HELPER_ANSWER_INVALID(
-                    f"the helper at {self.place} answered with more than "
-                    f"{self._answer_bytes_max} bytes"
-                )
-            chunks.append(chunk)
-        return b"".join(chunks)
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._closed:
-            raise errors.INTERNAL_ERROR("the helper was asked after its client had been closed")
-        if self._session is None:
-            trace = aiohttp.TraceConfig()
-            trace.on_connection_create_end.append(_connected)
-            trace.on_connection_reuseconn.append(_connected)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-                headers={"Accept": "application/json", "Accept-Encoding": "identity"},
-                auto_decompress=False,
-                trust_env=False,
-                trace_configs=[trace],
-            )
-        return self._session
-
-
-async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-    context.trace_request_ctx.connected = True

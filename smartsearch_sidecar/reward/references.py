@@ -15,9 +15,11 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypeGuard
+from typing import Final, Literal, TypeAlias
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
+from smartsearch_sidecar.run.json_values import is_filled_text
 
 Split: TypeAlias = Literal["train", "validation"]
 
@@ -27,7 +29,7 @@ TURN_END: Final = "<|im_end|>"
 
 PARQUET_MAGIC: Final = b"PAR1"
 PARQUET_BATCH_ROWS: Final = 1024
-"""Rows decoded at once: the file is streamed, whatever its row groups are."""
+"""Rows decoded at once: the file is streamed, whatever the size of its row groups."""
 
 ROWS_NAMED_MAX: Final = 5
 """Bad rows a refusal names; a file that is wrong throughout needs no longer list."""
@@ -182,7 +184,7 @@ def _parse(row: object) -> tuple[str, tuple[str, ...]]:
     if not isinstance(row, Mapping):
         raise _BadRow("not a JSON object")
     question = row.get("question")
-    if not _is_text(question):
+    if not is_filled_text(question):
         raise _BadRow("question is not a text, or blank")
     key = _composed(question.strip())
     if TURN_END in key:
@@ -201,20 +203,9 @@ def _parse(row: object) -> tuple[str, tuple[str, ...]]:
 def _answers(value: object) -> tuple[str, ...]:
     """One answer is a list of one: the scorer reads both alike."""
     listed = value if isinstance(value, list | tuple) else [value]
-    if not listed or not all(map(_is_text, listed)):
+    if not listed or not all(map(is_filled_text, listed)):
         raise _BadRow("answers are not a text or a list of texts, or one of them is blank")
     return tuple(map(_composed, listed))
-
-
-def _is_text(value: object) -> TypeGuard[str]:
-    """Text with something in it, and with a UTF-8 form: the digest and the wire need one."""
-    if not isinstance(value, str) or not value.strip():
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -236,9 +227,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, object]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line.decode())
-            except (ValueError, RecursionError):
-                yield number, _BadRow("not a line of JSON in UTF-8")
+                yield number, parse_strict(line)
+            except NotStrictJson as error:
+                yield number, _BadRow(f"not a line of JSON: it {error}")
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, object]]:

@@ -5,8 +5,8 @@ meet the world: ``generate_response`` is ours, ``print`` goes nowhere, and nothi
 definitions of the file is executed (its imports are not).
 
 Two passes: the verdicts do not influence which prompts are asked, so a first pass with placeholder
-verdicts collects the prompts, somebody sends them side by side, and a second pass computes with the
-answers and must ask for exactly the same prompts in the same order.
+verdicts collects the prompts, the caller sends them side by side, and a second pass computes with
+the answers and must ask for exactly the same prompts in the same order.
 
 Blocking and pure: call it from a worker thread. Every call has a namespace of its own, so any
 number of threads may score at once. The digest of the source on disk is the business of
@@ -66,7 +66,7 @@ class Scorer:
         self._code = _functions(source)
 
     def collect_prompts(self, solution_str: str, ground_truth: Answers) -> tuple[str, ...]:
-        """The prompts the scorer will ask, in order, without asking anybody.
+        """The prompts the scorer will ask, in order, without asking the helper.
 
         Raises:
             TemplateDiffers: the scorer cannot read the text.
@@ -146,7 +146,7 @@ class Scorer:
         return VerdictCounts(zero=counted["0"], one=counted["1"], other=counted["other"])
 
     def _run(self, transport: Callable[[str], str], solution_str: str, answers: Answers) -> object:
-        """One call of the entry. A failed transport is the outcome, whatever the source made of it:
+        """One call of the entry. A failed transport is the outcome, even where the source goes on:
         the source's own transport swallows failures, and that raised rewards.
         """
         failed: list[BaseException] = []

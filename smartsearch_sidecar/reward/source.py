@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -20,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.json_values import is_sha256
 
 GIT_SECONDS = 60.0
 """A status of a few thousand files on a cold network mount; longer means the mount hangs."""
 
 SOURCE_BYTES_MAX = 1 << 20
-"""The pinned scorer is 9 KB; a megabyte is somebody else's file."""
+"""The pinned scorer is 9 KB; a megabyte is another file."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def verify_file(source: Path, source_sha256: str) -> VerifiedSource:
     Raises:
         ScorerSourceError: no such file, a link, or another digest.
     """
-    if not re.fullmatch(r"[0-9a-f]{64}", source_sha256):
+    if not is_sha256(source_sha256):
         raise errors.SCORER_SOURCE(
             "reward.source_sha256 must be 64 lower-case hex digits: the output of sha256sum"
         )

@@ -16,14 +16,15 @@ No I/O, no clock.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NoReturn, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 from urllib.parse import urlsplit
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, Usage
+from smartsearch_sidecar.run.json_values import is_text
 
 TEMPERATURE: Final = 0.6
 STOP: Final = ("</answer>",)
@@ -213,7 +214,7 @@ def address(url: str, path: str) -> tuple[str, str]:
 def _judge(
     *, text: Any, usage: Usage, finish: Any, model: str, weight_version: str | None = None
 ) -> HelperAnswer:
-    if not isinstance(text, str) or not _encodable(text):
+    if not is_text(text):
         raise errors.HELPER_ANSWER_INVALID(
             "the helper's answer holds no text that can be written down", usage=usage
         )
@@ -244,7 +245,7 @@ def _usage(value: Any, where: str) -> Usage:
     if any(type(count) is not int or count < 0 for count in usage):
         raise errors.HELPER_USAGE_MISSING(
             f"the helper's answer does not count its tokens: {where} needs prompt_tokens and "
-            "completion_tokens, or nobody can say what a call has cost"
+            "completion_tokens, or what a call has cost is unknown"
         )
     return usage
 
@@ -261,33 +262,11 @@ def _another_model(
 
 
 def _object(raw: bytes, what: str) -> dict[str, Any]:
-    """Strict JSON: UTF-8, no NaN, no key twice (which usage would count?), an object on top."""
+    """One JSON object, read strictly: with ``usage`` twice, which of the two would be paid?"""
     try:
-        value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
-    except (ValueError, RecursionError):
-        raise errors.HELPER_ANSWER_INVALID(f"{what} is not strict JSON in UTF-8") from None
+        value = parse_strict(raw)
+    except NotStrictJson as error:
+        raise errors.HELPER_ANSWER_INVALID(f"{what} is not strict JSON: it {error}") from None
     if not isinstance(value, dict):
         raise errors.HELPER_ANSWER_INVALID(f"{what} is JSON, but not an object")
     return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key stands twice")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _encodable(text: str) -> bool:
-    """A lone surrogate passes JSON as an escape, and has no UTF-8 form to be recorded in."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

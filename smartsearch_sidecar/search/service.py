@@ -27,7 +27,7 @@ from smartsearch_sidecar.contract.execute import (
     result_of,
 )
 from smartsearch_sidecar.ledger.recorder import Recorder, utf8_safe
-from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.passages import Found
 from smartsearch_sidecar.run.deadline import run_until_deadline
 from smartsearch_sidecar.run.record import Draft, Kind
@@ -71,7 +71,7 @@ class Service:
         *,
         recorder: Recorder,
         slots: Slots,
-        retrieval: Retrieval,
+        retrieval: CachedSearch,
         policy: ServicePolicy,
         told: Callable[[str], None] | None = None,
         allowance: Allowance | None = None,

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import strict_json
+from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.json import strict_json
 from smartsearch_sidecar.contract.other_clients import (
     BATCH_BYTES_MAX,
     Form,
@@ -26,7 +27,6 @@ from smartsearch_sidecar.web.edge import EdgeRequest, Reply
 from smartsearch_sidecar.web.routes import error_payload, status_of
 
 PARSE_ON_LOOP_BYTES_MAX: Final = 65_536  # strict parsing of more would hold the loop for long
-TOP_N: Final = 5  # of `/search`: the number in the dataset's environment
 SEGMENTS: Final = {"search": ("search", "batch_search"), "retrieve": ("retrieve",)}
 
 ReadBody = Callable[[EdgeRequest, int], Awaitable[bytes]]

@@ -17,7 +17,7 @@ from smartsearch_sidecar.contract.execute import ExecuteCall, ExecuteRules, pars
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.process.endpoints import bind
-from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.run.record import Draft, Kind, draft, encode_line
 from smartsearch_sidecar.run.slots import Slots
@@ -71,7 +71,7 @@ class Stack:
         self._slots = Slots(8, 512)
         self._state = RunState(max_calls=10**9)
         guard = Guard(Instant(), top_n=5, retries=2, drop_tagged=True, watch_drift=True)
-        self._retrieval = Retrieval(guard, cache_bytes=64 << 20)
+        self._retrieval = CachedSearch(guard, cache_bytes=64 << 20)
         self._files = RunFiles(folder / "layers", sync=False)
         self._seq, self._head = 0, "0" * 64
 

@@ -16,11 +16,11 @@ from smartsearch_sidecar.cluster.canonical import (
 from smartsearch_sidecar.cluster.join import (
     capability_digest,
     decode_identities,
-    differences,
     encode_identities,
     require_agreement,
     sentence,
 )
+from smartsearch_sidecar.run.json_values import differences
 
 OURS: dict[str, Any] = {
     "profile": "training",
@@ -57,10 +57,7 @@ def test_equal_identities_do_not_differ() -> None:
             ("retrieval.index_sha256",),
         ),
         (changed(retrieval={"corpus_sha256": "a" * 64}), ("retrieval.index_sha256",)),
-        (
-            changed(retrieval={}),
-            ("retrieval", "retrieval.corpus_sha256", "retrieval.index_sha256"),
-        ),
+        (changed(retrieval={}), ("retrieval.corpus_sha256", "retrieval.index_sha256")),
         (changed(quotas={"searches": 10_000, "train": 1}), ("quotas.train",)),
         (changed(accepted=["c" * 64, "d" * 64]), ("accepted",)),
         (changed(accepted=[]), ("accepted",)),

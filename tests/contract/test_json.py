@@ -1,4 +1,4 @@
-"""The strict JSON every route reads with (contract.py); generated bodies are in property/."""
+"""The strict JSON every route reads with (contract/json.py); generated bodies are in property/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import strict_json
+from smartsearch_sidecar.contract.json import strict_json
 
 LONE = "\ud83d"
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import QUERY_BYTES_MAX, QueryProblem, strict_json
+from smartsearch_sidecar.contract.execute import QUERY_BYTES_MAX, QueryProblem
+from smartsearch_sidecar.contract.json import strict_json
 from smartsearch_sidecar.contract.other_clients import (
     DECLINED_SCORES,
     QUERIES_MAX,

@@ -88,3 +88,13 @@ def test_other_claim_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with raises(errors.RUN_DIRECTORY, match=r"calls: 1000 -> 5\): resume it with that"):
         require_same_claim(tmp_path, claims(), claims(max_retrieval_calls=5))
     require_same_claim(tmp_path, claims(), claims())
+
+
+def test_a_flag_that_became_a_number_is_another_configuration() -> None:
+    """A claim is compared as JSON, where ``1`` is not ``true``, as between nodes."""
+    assert compare_claims(claims(x=1), claims(x=True)) == ["x: 1 -> true"]
+
+
+def test_an_absent_section_is_not_an_empty_one() -> None:
+    """A section without keys is a value of its own, as between nodes."""
+    assert compare_claims(claims(), claims(x={})) == ["x: absent -> {}"]

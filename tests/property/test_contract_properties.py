@@ -21,8 +21,8 @@ from smartsearch_sidecar.contract.execute import (
     parse_execute,
     reference_refusal,
     render_execute,
-    strict_json,
 )
+from smartsearch_sidecar.contract.json import strict_json
 from smartsearch_sidecar.contract.reward import parse_reward, parse_reward_batch
 
 ENV = "agentinputlab:smartsearch-fixed-wikipedia-v1"

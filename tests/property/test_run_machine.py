@@ -50,7 +50,7 @@ from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan
 from smartsearch_sidecar.ledger.resume import reopen
 from smartsearch_sidecar.ledger.start import begin, take_directory
-from smartsearch_sidecar.retrieval.cache import Retrieval
+from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.run.record import Kind, Line
 from smartsearch_sidecar.run.slots import Slots
@@ -232,7 +232,7 @@ class RunMachine(RuleBasedStateMachine):
         self.service = Service(
             recorder=recorder,
             slots=Slots(SLOTS, ROOM),
-            retrieval=Retrieval(guard, cache_bytes=2**20 if cache else 0),
+            retrieval=CachedSearch(guard, cache_bytes=2**20 if cache else 0),
             policy=ServicePolicy(
                 rules=ExecuteRules(ENVIRONMENT, frozenset()),
                 deadline_seconds=DEADLINE_SECONDS,

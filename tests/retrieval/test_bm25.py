@@ -31,8 +31,9 @@ from smartsearch_sidecar.retrieval.bm25.provider import (
     open_provider,
     verify_and_open,
 )
-from smartsearch_sidecar.retrieval.guard import Guard, canonical_digest
+from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.provider import Provider
+from smartsearch_sidecar.run.json_values import canonical_digest
 from tests.fakes.raised import raises
 
 CORPUS = Path(__file__).parents[1] / "data" / "corpora" / "flashrag.jsonl"
@@ -388,7 +389,12 @@ def rewritten(folder: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("format", 2), ("tantivy", "tantivy v0.99.0, index_format v9"), ("analyzer", "klingon-1")],
+    [
+        ("format", 0),
+        ("format", "2"),
+        ("tantivy", "tantivy v0.99.0, index_format v9"),
+        ("analyzer", "klingon-1"),
+    ],
 )
 def test_an_index_of_another_version_is_refused(key: str, value: Any, folder: Path) -> None:
     """An index that other code wrote is refused with both versions and what to build instead."""
@@ -396,6 +402,18 @@ def test_an_index_of_another_version_is_refused(key: str, value: Any, folder: Pa
     rewritten(folder, **{key: value})
     command = "smartsearch-sidecar index build CORPUS NEW_FOLDER"
     unusable(folder, f"is of {key} {value!r}", repr(ours), command)
+
+
+def test_an_index_of_a_newer_format_is_refused_as_newer(folder: Path) -> None:
+    """A later version may sum and spell its manifest otherwise: the format is read before both."""
+    path = folder / manifests.NAME
+    path.write_text(json.dumps({"format": manifests.FORMAT + 1, "shards": [], "sum": "other"}))
+    unusable(
+        folder,
+        f"{folder} was written by a newer version (format 2, this version reads up to 1): upgrade, "
+        "or build the index again",
+        "smartsearch-sidecar index build CORPUS NEW_FOLDER",
+    )
 
 
 @pytest.mark.parametrize(

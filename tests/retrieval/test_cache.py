@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.cache import Retrieval, SearchCache
+from smartsearch_sidecar.retrieval.cache import CachedSearch, SearchCache
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
 from tests.fakes.provider import FakeProvider
@@ -16,10 +16,10 @@ from tests.fakes.raised import raises
 FAR = 1e9
 
 
-async def fronted(provider: FakeProvider, cache_bytes: int = 1 << 20) -> Retrieval:
+async def fronted(provider: FakeProvider, cache_bytes: int = 1 << 20) -> CachedSearch:
     guard = Guard(provider, top_n=5, retries=0, drop_tagged=True, watch_drift=True)
     await guard.claim_identity()
-    return Retrieval(guard, cache_bytes=cache_bytes)
+    return CachedSearch(guard, cache_bytes=cache_bytes)
 
 
 async def test_repeat_is_a_hit_and_costs_no_search() -> None:

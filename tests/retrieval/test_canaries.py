@@ -13,8 +13,12 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval import canaries
-from smartsearch_sidecar.retrieval.canaries import Canary, Difference
-from smartsearch_sidecar.retrieval.canary_watch import CANARY_SECONDS, CanaryWatch
+from smartsearch_sidecar.retrieval.canaries import (
+    CANARY_SECONDS,
+    Canary,
+    CanaryDifference,
+    CanaryWatch,
+)
 
 
 class Shelf:
@@ -62,7 +66,7 @@ def shelf() -> Shelf:
 
 async def test_a_recorded_file_reads_back_as_it_was_recorded(tmp_path: Path) -> None:
     """What record found is what load returns, contents as digests and the query verbatim."""
-    recorded = await canaries.record(shelf(), ["who", "where", "who"])
+    recorded = await canaries.record(shelf(), ["who", "where", "who"], top_n=5)
     assert recorded == [
         Canary("who", 5, (("1", sha("one")), ("2", sha("two")))),
         Canary("where", 5, (("3", sha("drei ü")),)),
@@ -125,7 +129,7 @@ def test_a_file_that_is_missing_empty_or_endless_is_refused(tmp_path: Path) -> N
 async def test_answers_are_compared_as_sets_and_one_after_the_other() -> None:
     """Another order is no difference, and a round never has two canaries out at once."""
     provider = shelf()
-    recorded = await canaries.record(provider, ["who", "where"])
+    recorded = await canaries.record(provider, ["who", "where"], top_n=5)
     provider.answers["who"].reverse()
     provider.most = 0
     assert await canaries.check(provider, recorded) == []
@@ -135,10 +139,10 @@ async def test_answers_are_compared_as_sets_and_one_after_the_other() -> None:
 async def test_differences_name_missing_new_and_changed_ids() -> None:
     """What differs is told by id, and the canary by the digest of its query."""
     provider = shelf()
-    recorded = await canaries.record(provider, ["who", "where"])
+    recorded = await canaries.record(provider, ["who", "where"], top_n=5)
     provider.answers["who"] = [("1", "one, edited"), ("9", "nine")]
     assert await canaries.check(provider, recorded) == [
-        Difference(sha("who"), missing=("2",), new=("9",), changed=("1",))
+        CanaryDifference(sha("who"), missing=("2",), new=("9",), changed=("1",))
     ]
     [difference] = await canaries.check(provider, recorded)
     assert difference.describe() == (
@@ -149,7 +153,9 @@ async def test_differences_name_missing_new_and_changed_ids() -> None:
 def test_a_message_is_bounded_whatever_the_ids_are() -> None:
     """Ids come from the other end: few are shown, cut and quoted."""
     ids = tuple(f"{n}\n" + "x" * 500 for n in range(50))
-    differences = [Difference(sha(str(n)), missing=ids, new=ids, changed=()) for n in range(9)]
+    differences = [
+        CanaryDifference(sha(str(n)), missing=ids, new=ids, changed=()) for n in range(9)
+    ]
     message = canaries.changed(differences, 9).message
     assert len(message) < 2000
     assert "\n" not in message
@@ -168,7 +174,7 @@ async def test_record_refuses_a_query_that_would_be_no_canary(answer: object, sa
     """A query without documents, or whose answer depends on company, is refused by number."""
     provider = Shelf({"steady": [("7", "seven")], "bad": answer})
     with pytest.raises(errors.UsageError, match="query 2") as refused:
-        await canaries.record(provider, ["steady", "bad"])
+        await canaries.record(provider, ["steady", "bad"], top_n=5)
     assert said in refused.value.message
 
 
@@ -176,7 +182,7 @@ async def test_what_the_provider_raises_passes_untouched() -> None:
     """Neither recording nor checking turns a fault into an answer."""
     provider = Shelf({"q": errors.PROVIDER_FAULT("broken")})
     with pytest.raises(errors.ProviderFault, match="broken"):
-        await canaries.record(provider, ["q"])
+        await canaries.record(provider, ["q"], top_n=5)
     with pytest.raises(errors.ProviderFault, match="broken"):
         await canaries.check(provider, [Canary("q", 5, (("1", "a" * 64),))])
 
@@ -201,7 +207,7 @@ async def test_a_document_that_is_none_is_a_fault(documents: list[dict[str, Any]
 async def watched(answers: dict[str, Any]) -> tuple[Shelf, CanaryWatch, list[str]]:
     """A watch over one canary, ``who``, and what it has told."""
     provider = shelf()
-    recorded = await canaries.record(provider, ["who"])
+    recorded = await canaries.record(provider, ["who"], top_n=5)
     provider.answers.update(answers)
     told: list[str] = []
     watch = CanaryWatch(

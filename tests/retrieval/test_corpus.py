@@ -19,7 +19,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.corpus import (
     ID_CHARACTERS_MAX,
     Corpus,
-    Passage,
+    CorpusPassage,
     carries_tag,
 )
 from smartsearch_sidecar.retrieval.bm25.duplicate_ids import DistinctIds
@@ -58,7 +58,7 @@ def given_file(folder: Path, content: bytes | str, name: str = "corpus") -> Path
     return path
 
 
-def passages(content: bytes | str, folder: Path, form: Format | None = None) -> list[Passage]:
+def passages(content: bytes | str, folder: Path, form: Format | None = None) -> list[CorpusPassage]:
     """What a corpus of that content holds."""
     return list(Corpus(given_file(folder, content), form).read())
 
@@ -132,7 +132,7 @@ def test_the_digest_is_of_the_file_as_it_lies_there(packed: bool, tmp_path: Path
 def test_quotes_of_a_column(column: str, text: str, tmp_path: Path) -> None:
     """Only a column that is wholly a quoted one loses its quotes."""
     found = passages(f"1\t{column}\tT\n", tmp_path, Format.DPR)
-    assert found == [Passage(1, "1", f'"T"\n{text}')]
+    assert found == [CorpusPassage(1, "1", f'"T"\n{text}')]
 
 
 def test_titles_may_be_missing(tmp_path: Path) -> None:
@@ -156,10 +156,10 @@ def test_harmless_habits_are_forgiven(tmp_path: Path) -> None:
         b'"contents": " two\\n"}'
     )
     found = passages(content, tmp_path)
-    assert found == [Passage(1, "7", "one"), Passage(4, "b", " two\n")]
+    assert found == [CorpusPassage(1, "7", "one"), CorpusPassage(4, "b", " two\n")]
     assert passages(b"\xef\xbb\xbf" + FILES[Format.VITAL].read_bytes(), tmp_path)
     assert passages(b"\xef\xbb\xbfid\ttext\ttitle\n1\ta\tb\n", tmp_path) == [
-        Passage(2, "1", '"b"\na')
+        CorpusPassage(2, "1", '"b"\na')
     ]
 
 
@@ -168,8 +168,8 @@ def test_harmless_habits_are_forgiven(tmp_path: Path) -> None:
 GOOD = '{"id": "1", "contents": "x"}\n'
 COLUMNS = "id\ttext\ttitle\n"
 BAD: dict[str, tuple[bytes | str, Format | None, int, str]] = {
-    "no corpus": ("Once upon a time", None, 1, "this begins no corpus"),
-    "an array": ('[{"id": "1"}]', None, 1, "this begins no corpus"),
+    "no corpus": ("Once upon a time", None, 1, "this does not begin a corpus of a known format"),
+    "an array": ('[{"id": "1"}]', None, 1, "this does not begin a corpus of a known format"),
     "other keys": ('{"docid": "1", "body": "x"}', None, 1, "the keys are body, docid"),
     "empty object": ("{}", None, 1, "the keys are none"),
     "columns without header": ("1\tx\ty\n", None, 1, "--format dpr"),
@@ -250,7 +250,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A missing file, a folder and a path through a file are each one sentence."""
     with raises(errors.CORPUS_INVALID, match="there is no corpus at"):
         Corpus(tmp_path / "missing")
-    with raises(errors.CORPUS_INVALID, match="no regular file"):
+    with raises(errors.CORPUS_INVALID, match="is not a regular file"):
         Corpus(tmp_path)
     with raises(errors.CORPUS_INVALID, match="cannot be read: Not a directory"):
         Corpus(given_file(tmp_path, GOOD) / "beneath")

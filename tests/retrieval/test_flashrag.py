@@ -257,7 +257,7 @@ FAULTS = {
     "strings": "instead of a",
     "scores": "a list instead of a document",
     "gzip": "a compressed body",
-    "not_http": "what is not HTTP",
+    "not_http": "something that is not HTTP",
 }
 BATCH_FAULTS = FAULTS | {
     "short": "2 lists for 3 queries",
@@ -407,7 +407,7 @@ async def test_closing_fails_what_is_out(retriever: FakeRetriever, opened: Open)
 async def canary_path(retriever: FakeRetriever, opened: Open, tmp_path: Path) -> Path:
     """Canaries recorded from the retriever as it is now."""
     path = tmp_path / "canaries.jsonl"
-    recorded = await canaries.record(await opened(), ["who", "where", "when"])
+    recorded = await canaries.record(await opened(), ["who", "where", "when"], top_n=5)
     path.write_bytes(canaries.dump(recorded))
     retriever.calls.clear()
     return path

@@ -11,7 +11,8 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.dispatch import HelperDispatch, QuotaGate, to_the_end
-from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
+from smartsearch_sidecar.reward.helper import HelperClient
+from smartsearch_sidecar.reward.wire import HelperAnswer
 from smartsearch_sidecar.run.helper_budget import Meter
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.raised import raises

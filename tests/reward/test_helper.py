@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
-from smartsearch_sidecar.reward.wire import PROTOCOLS, Kind, address
+from smartsearch_sidecar.reward.helper import HelperClient
+from smartsearch_sidecar.reward.wire import PROTOCOLS, HelperAnswer, Kind, address
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.raised import raises
 
@@ -138,7 +138,7 @@ async def test_an_idle_connection_is_dropped_before_uvicorn_drops_it(
     """A call is never written into a connection that a server of 5 s keep-alive is closing."""
     async with client(fake, kind) as helper:
         await helper.ask(PROMPT, seed=1)
-        session = helper._session
+        session = helper._http._session
         assert session is not None
         assert session.connector is not None
         idle = session.connector._keepalive_timeout

@@ -236,6 +236,8 @@ GOOD = '{"question": "Good?", "golden_answers": ["Zanzibar"]}'
         ("[]", "not a JSON object"),
         ("null", "not a JSON object"),
         ("[" * 100_000, "JSON"),
+        ('{"question": "q", "ground_truth": "a", "ground_truth": "b"}', "JSON: .*a key twice"),
+        ('{"question": "q", "ground_truth": "a", "score": NaN}', "JSON: .*NaN"),
         ('{"golden_answers": ["a"]}', "question"),
         ('{"question": 7, "golden_answers": ["a"]}', "question"),
         ('{"question": " \\n", "golden_answers": ["a"]}', "question"),

@@ -1,7 +1,7 @@
 """How text becomes the words of the BM25 index: the same code when building and when asking.
 
 A question is words, never query syntax: its tokens become term queries, so no question can be
-malformed. ``ANALYZER`` names this file's behaviour in every manifest; whoever changes what a text
+malformed. ``ANALYZER`` names this file's behaviour in every manifest. A change of what a text
 turns into must change it too, or old indexes would be searched with words they do not hold.
 """
 
@@ -23,7 +23,7 @@ CONTENTS: Final = "contents"
 TEXT: Final = "text"
 
 TOKEN_BYTES_MAX: Final = 40
-"""Longer tokens are no words anybody asks for (hashes, URLs without marks)."""
+"""Longer tokens (hashes, URLs without marks) do not occur in questions."""
 
 # The common 33; dropping them from a question leaves a tenth of the postings and the same recall.
 STOP_WORDS: Final = (
@@ -32,8 +32,8 @@ STOP_WORDS: Final = (
 )
 
 # Han, Hiragana and Katakana run on without spaces, and the tokenizer splits at spaces and marks
-# only: a sentence would be one token, found by nobody. Spelled as ranges, because a class of the
-# Unicode database would change with the interpreter.
+# only: a sentence would be one token, which no question matches. Spelled as ranges, because a class
+# of the Unicode database would change with the interpreter.
 _IDEOGRAPHIC: Final = re.compile(
     "[\u3005-\u3007\u3021-\u3029\u3031-\u3035\u3038-\u303c\u3041-\u3096\u309d-\u309f"
     "\u30a1-\u30fa\u30fc-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

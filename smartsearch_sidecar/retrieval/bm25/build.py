@@ -1,6 +1,6 @@
 """From a corpus to an index folder: streamed, reproducible, whole or not there at all.
 
-Two passes. The first finds whatever is wrong (bad entries, repeated ids) before a minute is spent
+Two passes. The first finds what is wrong (bad entries, repeated ids) before a minute is spent
 on indexing, and counts. The second indexes, with one writer thread and a number of commits known
 from the count: each a little smaller than the one before, because tantivy merges eight segments of
 a like size, largest first. So everything ends in one segment in the corpus's order, and two builds
@@ -36,13 +36,13 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
     prepared,
     schema,
 )
-from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, Passage, carries_tag
+from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, CorpusPassage, carries_tag
 from smartsearch_sidecar.retrieval.bm25.duplicate_ids import DistinctIds
 from smartsearch_sidecar.retrieval.bm25.formats import Format
 from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
 from smartsearch_sidecar.retrieval.bm25.staging import publish, seal, workshop, write_once
 
-Progress = Callable[[str, int, int], None]
+BuildProgress = Callable[[str, int, int], None]
 """Told stage, how much is done, and how much there is in all (0: not known)."""
 
 FANOUT: Final = 8  # how many segments of a like size tantivy's policy merges
@@ -84,7 +84,7 @@ def build(
     out: Path,
     *,
     form: Format | None = None,
-    progress: Progress | None = None,
+    progress: BuildProgress | None = None,
     sizing: Sizing | None = None,
 ) -> Manifest:
     """Builds the index of a corpus in the new folder ``out``.
@@ -143,8 +143,8 @@ def plan(passages: int, characters: int, sizing: Sizing) -> list[int]:
 # --- the passes -----------------------------------------------------------------------------------
 
 
-def _survey(corpus: Corpus, folder: Path, tell: Progress) -> Survey:
-    """The first pass. Raises ``CorpusError`` for whatever is wrong with the corpus."""
+def _survey(corpus: Corpus, folder: Path, tell: BuildProgress) -> Survey:
+    """The first pass. Raises ``CorpusError`` for a fault of the corpus."""
     passages = dropped = characters = 0
     reading = corpus.read(lambda done: tell("reading", done, corpus.size))
     with DistinctIds(folder) as ids:
@@ -188,7 +188,7 @@ def _index(
     survey: Survey,
     folder: Path,
     sizing: Sizing,
-    tell: Progress,
+    tell: BuildProgress,
 ) -> None:
     """The second pass: every kept passage, in order, into one segment."""
     layout = schema()
@@ -224,7 +224,7 @@ def _index(
     _check(folder, survey.passages)
 
 
-def _document(passage: Passage, layout: tantivy.Schema) -> tantivy.Document:
+def _document(passage: CorpusPassage, layout: tantivy.Schema) -> tantivy.Document:
     fields = {
         ID: passage.id.encode(),
         CONTENTS: passage.contents.encode(),
@@ -279,4 +279,4 @@ def _check(folder: Path, passages: int) -> None:
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
+    """The progress of a build that is not watched."""

@@ -1,8 +1,11 @@
 """A corpus file, read as a stream of passages as often as needed: digest, lines, faults.
 
-Memory is that of the longest entry. Whatever is wrong is a ``CorpusError`` that names file, line
-and remedy. The digest is of the file's bytes as it lies on disk, so it is the same on every machine
-and can be compared with ``sha256sum``; a compressed file is another file than its contents.
+Memory is that of the longest entry. A fault is a ``CorpusError`` that names file, line and remedy.
+The digest is of the file's bytes as it lies on disk, so it is the same on every machine and can be
+compared with ``sha256sum``; a compressed file is another file than its contents.
+
+Apart from ``build.py``, which alone reads a corpus: here is what a corpus is, there what is made of
+it.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ Seen = Callable[[int], None]
 """Told now and then how many bytes of the file have been read."""
 
 
-class Passage(NamedTuple):
+class CorpusPassage(NamedTuple):
     """One passage: the line it ends at, its id (stripped), its contents (verbatim)."""
 
     line: int
@@ -76,7 +79,7 @@ class Corpus:
             raise _cannot_read(path, error) from None
         if not stat.S_ISREG(facts.st_mode):
             raise errors.CORPUS_INVALID(
-                f"{path} is no regular file, and it is read twice; name a file"
+                f"{path} is not a regular file, and it is read twice; name a file"
             )
         self.size = facts.st_size
         self.form = self._recognise() if form is None else form
@@ -122,13 +125,13 @@ class Reading:
         """What is wrong, with the place this pass has come to."""
         return errors.CORPUS_INVALID(f"{self._corpus.path}, line {self.line}: {reason}")
 
-    def __iter__(self) -> Iterator[Passage]:
+    def __iter__(self) -> Iterator[CorpusPassage]:
         """Yields the passages in order. Raises ``CorpusError``."""
         with self.opened() as stream:
             try:
                 for line, (identifier, contents) in self._entries(stream):
                     self.line = line
-                    yield Passage(line, _checked_id(identifier), _checked(contents))
+                    yield CorpusPassage(line, _checked_id(identifier), _checked(contents))
             except Unreadable as error:
                 self.line = error.line or self.line
                 raise self.fault(error) from None

@@ -2,6 +2,8 @@
 
 Every id costs 24 bytes of disk (a 16-byte digest and its line) and about 1 microsecond; memory
 holds one small buffer per bucket, and one bucket at a time when all are looked through.
+
+Apart from ``build.py``, which alone uses it: it is tested without a corpus and without an index.
 """
 
 from __future__ import annotations

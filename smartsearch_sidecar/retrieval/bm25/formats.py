@@ -19,6 +19,8 @@ from typing import Any, Final, TextIO
 
 import orjson
 
+from smartsearch_sidecar.run.json_values import has_utf8_form
+
 ENTRY_BYTES_MAX: Final = 16 * 1024 * 1024
 """One line, or one article: about twice the longest passage the guard lets through."""
 
@@ -37,7 +39,7 @@ class Format(StrEnum):
 
 
 class Unreadable(Exception):
-    """An entry that is no passage. The message continues "FILE, line N: "."""
+    """An entry that is not a passage. The message continues "FILE, line N: "."""
 
     line: int | None = None
 
@@ -61,8 +63,9 @@ def recognised(head: bytes) -> Format:
             "if the columns stand in that order"
         )
     raise Unreadable(
-        "this begins no corpus; readable are FlashRAG JSONL (id, contents), BEIR JSONL (_id, "
-        "title, text), DPR TSV (id, text, title) and the vital-articles summaries, plain or gzip"
+        "this does not begin a corpus of a known format; readable are FlashRAG JSONL (id, "
+        "contents), BEIR JSONL (_id, title, text), DPR TSV (id, text, title) and the "
+        "vital-articles summaries, plain or gzip"
     )
 
 
@@ -267,10 +270,6 @@ def _article(title: str, article: Any) -> Entry:
     if not title.strip() or not text.strip():
         raise Unreadable(f"article {title!r} has no title or no extract; remove it")
     entry = f"vital:{title}", titled(title, text)
-    try:
-        "".join(entry).encode()
-    except UnicodeEncodeError:
-        raise Unreadable(
-            f"article {title!r} holds half a surrogate pair, which is no text"
-        ) from None
+    if not has_utf8_form("".join(entry)):
+        raise Unreadable(f"article {title!r} holds half a surrogate pair, which is not text")
     return entry

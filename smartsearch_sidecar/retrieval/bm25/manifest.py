@@ -1,4 +1,4 @@
-"""``manifest.json``: what an index is, down to the sha256 of every file, and who may read it.
+"""``manifest.json``: what an index is, to the sha256 of every file, and which version reads it.
 
 Three digests. Each file's own is what a server verifies before it opens anything.
 ``content_sha256`` leaves out what differs from build to build (tantivy's random segment name), so
@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.analysis import ANALYZER
-from smartsearch_sidecar.retrieval.guard import canonical_digest
+from smartsearch_sidecar.run.json_values import canonical_digest
 
 NAME: Final = "manifest.json"
 FORMAT: Final = 1
-"""Of the index folder: stored fields, manifest, digests. Raised with any of them."""
+"""Of the index folder: stored fields, manifest, digests. A change of any of them raises it."""
 
 META: Final = "meta.json"  # tantivy's list of segments
 _MANIFEST_BYTES_MAX: Final = 1024 * 1024
@@ -138,7 +138,7 @@ def read(folder: Path) -> Manifest:
             raw = file.read(_MANIFEST_BYTES_MAX)
     except FileNotFoundError:
         raise errors.INDEX_UNUSABLE(
-            f"{folder} holds no {NAME}, so it is no finished index; remove it and build it with "
+            f"{folder} holds no {NAME}, so it is not a finished index; remove it and build it with "
             f"{command}"
         ) from None
     except OSError as error:
@@ -162,6 +162,13 @@ def read(folder: Path) -> Manifest:
             )
 
     # The format first: another one may have another way to sum.
+    written = value.get("format")
+    if type(written) is int and written > FORMAT:
+        raise errors.INDEX_UNUSABLE(
+            f"the index at {folder} was written by a newer version (format {written}, this version "
+            f"reads up to {FORMAT}): upgrade, or build the index again with `smartsearch-sidecar "
+            "index build CORPUS NEW_FOLDER` and name that in retrieval.bm25.index"
+        )
     expect("format", FORMAT)
     if value.pop("sum", None) != canonical_digest(value):
         raise damaged

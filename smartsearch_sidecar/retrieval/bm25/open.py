@@ -4,6 +4,8 @@ tantivy does not check content when it opens a folder: a damaged page changes an
 also wants to write a lock file, so it cannot open a read-only folder. Both are met by a private
 folder of links to the descriptors whose bytes were just hashed; tantivy maps the files through
 them, and the links go at once.
+
+Apart from ``provider.py``, which alone uses it: here an index is trusted, there it is searched.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ class _Verifier:
         expected = self._expected[path.name]
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise errors.INDEX_UNUSABLE(f"{path} is no regular file; {self._remedy}")
+            raise errors.INDEX_UNUSABLE(f"{path} is not a regular file; {self._remedy}")
         if status.st_size != expected.bytes:
             raise errors.INDEX_UNUSABLE(
                 f"{path} has {status.st_size} bytes, its manifest says {expected.bytes}; "
@@ -224,7 +226,7 @@ def _searcher(files: ServedFiles, remedy: str) -> tuple[tantivy.Schema, tantivy.
         for name, handle in files.handles.items():
             (view / name).symlink_to(f"/proc/self/fd/{handle}")
         index = tantivy.Index.open(str(view))
-        index.config_reader("manual")  # nobody commits to a folder that is about to go
+        index.config_reader("manual")  # the folder is about to go: no commit to watch for
         return index.schema, index.searcher()
     except ValueError as error:
         first = (str(error).splitlines() or ["no reason given"])[0]

@@ -1,6 +1,6 @@
 """The embedded BM25 provider: an index of tantivy, searched in a few threads of its own.
 
-A question is words, never query syntax: whatever the policy wrote, it can be searched. Cost is
+A question is words, never query syntax, so any text of the policy can be searched. Cost is
 linear in the postings of the words asked for, so stop words go while another word is left, and of
 many words the rarest are asked for.
 """
@@ -11,7 +11,6 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -28,6 +27,7 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
     prepared,
 )
 from smartsearch_sidecar.retrieval.bm25.open import Opened, Progress, open_verified
+from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 
 WORDS_MAX: Final = 32
 """Distinct words of one question that are searched: 4 KB of text cost 2 ms instead of 222 at two
@@ -111,7 +111,7 @@ class Bm25Index:
 
 
 class Bm25Provider:
-    """A ``Provider`` over one ``Bm25Index``."""
+    """A ``Provider`` over one ``Bm25Index``: its identity is that of the verified files."""
 
     name = "bm25"
     remote = False
@@ -130,7 +130,7 @@ class Bm25Provider:
             }
         )
         threads = max(2, len(os.sched_getaffinity(0)))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="bm25")
+        self._threads = RetrieverThreads(threads, "bm25")
 
     async def identity(self) -> Mapping[str, Any]:
         """Corpus and index, as verified; a look at every file says that they still are.
@@ -141,13 +141,13 @@ class Bm25Provider:
         return self._identity
 
     async def search(self, query: str, top_n: int) -> list[dict[str, Any]]:
-        """Searches in a thread; a search that is given up runs to its end there, unheard."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.index.search, query, top_n)
+        """Searches in a thread. One that is cancelled runs to its end, its answer unused."""
+        return await self._threads.run(lambda: self.index.search(query, top_n))
 
     async def close(self) -> None:
         """Lets the searches that are running end, and drops those that wait."""
-        await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        self._threads.stop()
+        await asyncio.to_thread(self._threads.join)
         self.index.close()
 
 

@@ -13,16 +13,18 @@ A *search* is one waiter with a ``lane`` (what one call must have in common, her
 
 - Nothing waits for company: with no call out the next pass of the loop departs, so a lone search
   goes at once, and searches that arrive in the same pass travel together for free.
-- The next call departs when the previous one has returned, with whatever gathered meanwhile; the
+- The next call departs when the previous one has returned, with what gathered meanwhile; the
   oldest entry chooses the lane, so no lane starves. Where calls take long it lingers a tenth of
-  that, at most 5 ms, for those who were just answered: they ask again at once, and would otherwise
+  that, at most 5 ms, for the rollouts just answered: they ask again at once, and would otherwise
   travel in two halves that take turns for good. It leaves as soon as they are all back.
 - An entry that is out is not joined: its answer belongs to searches that began before it left.
   Sharing with calls already out is the cache's decision, not this machine's.
-- A waiter that is cancelled takes only itself away. A call nobody waits for any more is cancelled,
-  so that a hung one does not hold the searches behind it.
+- A waiter that is cancelled takes only itself away. A call without waiters is cancelled, so
+  that a hung one does not hold the searches behind it.
 
 The number waiting has no bound of its own: every waiter holds one of the service's slots.
+
+Apart from ``provider.py``, which alone uses it: the machine knows no retriever and no HTTP.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ class _Call(Generic[Lane, Key, Answer]):
 class Gather(Generic[Lane, Key, Answer]):
     """Gathers concurrent ``submit`` calls into calls of ``ask(lane, keys)``.
 
-    ``ask`` answers with one outcome per key, in order: an answer or ``Failed``. Whatever it raises
-    is raised in every search of that call.
+    ``ask`` answers with one outcome per key, in order: an answer or ``Failed``. What it raises is
+    raised in every search of that call.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class Gather(Generic[Lane, Key, Answer]):
         if not alone or seconds < LINGER_SECONDS_MIN or len(self._waiting) >= self._batch_max:
             self._depart()
         elif self._lingering is None:
-            # Whoever was just answered asks again in a moment; else two halves take turns for good.
+            # The rollouts just answered ask again in a moment; else two halves take turns for good.
             self._expected = min(self._batch_max, len(self._waiting) + len(call.entries))
             self._lingering = loop.call_later(seconds, self._depart)
 

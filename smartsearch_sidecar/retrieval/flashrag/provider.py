@@ -6,8 +6,11 @@ What it speaks (``retriever_serving.py`` of the pinned trainer, FastAPI over Fla
     POST /batch_search  {"query": [str], "top_n": int} -> [[{"id", "contents"}, ...], ...]
     GET  /health
 
-It answers one call at a time, so concurrent searches travel as one ``/batch_search`` (``gather``);
-``flashrag_calls`` knows which route a call takes and what a refusal means.
+It answers one call at a time, so concurrent searches travel as one ``/batch_search``
+(``batcher.py``); a lone one goes through ``/search``. The retriever refuses a query with 400 or
+422, and a whole batch for one such query: a refused batch is halved until the refused query stands
+alone, so the others are answered. Where ``/batch_search`` is missing (404, 405), the searches go
+side by side through ``/search``.
 
 Corpus and index are declared by the operator; ``canaries`` defend the declaration.
 """
@@ -15,27 +18,30 @@ Corpus and index are declared by the operator; ``canaries`` defend the declarati
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import aiohttp
 import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
+from smartsearch_sidecar.outbound_http import ExchangeFailed, Failure, OutboundHttp
 from smartsearch_sidecar.retrieval import canaries as canary_file
-from smartsearch_sidecar.retrieval.canary_watch import CANARY_SECONDS, CanaryWatch
+from smartsearch_sidecar.retrieval.canaries import CANARY_SECONDS, CanaryWatch
 from smartsearch_sidecar.retrieval.flashrag.batcher import Failed, Gather
-from smartsearch_sidecar.retrieval.flashrag.calls import Calls
 from smartsearch_sidecar.retrieval.flashrag.wire import (
+    MISSING,
+    REFUSED,
     Documents,
     answered,
+    parse_documents,
     parse_json,
+    parse_lists,
     parse_status,
     parse_url,
 )
+from smartsearch_sidecar.run.json_values import has_utf8_form, is_sha256
 
 ANSWER_BYTES_PER_SEARCH = 1024 * 1024
 """Times the searches of a call. Five passages are some 5 KB: what is over this is not passages."""
@@ -44,40 +50,29 @@ KEEPALIVE_SECONDS = 3.0
 """Under the 5 s after which uvicorn closes an idle connection: reusing one it is just closing would
 look like a lost search."""
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_T = TypeVar("_T")
 
 
 class _Exchange:
-    """HTTP to one retriever: pooled, bounded in time and bytes, every failure named."""
+    """HTTP to one retriever, every failure named as a retrieval error."""
 
     def __init__(self, url: str, *, timeout_seconds: float, connections_max: int) -> None:
         self._url, address = parse_url(url)
         self.where = f"the retriever at {address}"
         self._timeout = timeout_seconds
-        self._connections_max = connections_max
-        self._session: aiohttp.ClientSession | None = None
+        self._http = OutboundHttp(
+            connections_max=connections_max,
+            keepalive_seconds=KEEPALIVE_SECONDS,
+            connect_seconds=None,
+        )
 
     def open(self) -> None:
-        """Makes the pool, once; no connection yet."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=self._connections_max, keepalive_timeout=KEEPALIVE_SECONDS
-                ),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                # One deadline over the whole exchange, below; aiohttp's own would be a second.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-                # Nothing is inflated, so a bound in bytes is a bound.
-                headers={"Accept": "application/json", "Accept-Encoding": "identity"},
-                auto_decompress=False,
-                trust_env=False,
-            )
+        """Makes the pool; no connection yet."""
+        self._http.open()
 
     async def close(self) -> None:
         """Closes the pool; connections in use are broken off."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._http.close()
 
     async def call(
         self, method: str, route: str, payload: object | None, *, bytes_max: int
@@ -87,56 +82,50 @@ class _Exchange:
         Statuses 400, 404, 405 and 422 are returned for the caller to judge; every other is raised
         as ``ProviderFault``. An exchange that did not complete raises ``ProviderTransport``.
         """
-        if self._session is None:
-            raise errors.INTERNAL_ERROR("the retriever was asked before start or after close")
+        subject = answered(self.where, route)
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._session.request(
-                    method,
-                    f"{self._url}/{route}",
-                    data=None if payload is None else orjson.dumps(payload),
-                    headers={"Content-Type": "application/json"},
-                    allow_redirects=False,
-                ) as response,
-            ):
-                if parse_status(response.status, answered(self.where, route)) != 200:
-                    return response.status, None
-                body = await self._read(response, route, bytes_max)
-                media = response.content_type
-        except TimeoutError as error:
-            raise errors.PROVIDER_TRANSPORT(
-                f"{self.where} did not answer /{route} within {self._timeout:g} s"
-            ) from error
-        except aiohttp.ClientSSLError as error:
-            raise errors.PROVIDER_FAULT(
-                f"{self.where} has no certificate this machine accepts"
-            ) from error
-        except aiohttp.ClientConnectorError as error:
-            raise errors.PROVIDER_TRANSPORT(
-                f"{self.where} takes no connection ({error.strerror or type(error).__name__}): "
-                "start it, or correct retrieval.flashrag.url"
-            ) from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            why = getattr(error, "strerror", None) or type(error).__name__
-            raise errors.PROVIDER_TRANSPORT(f"{self.where} broke off /{route}: {why}") from error
-        except aiohttp.ClientError as error:
-            raise self._strange(route, f"what is not HTTP ({type(error).__name__})") from error
-        return 200, parse_json(body, media, answered(self.where, route))
+            answer = await self._http.exchange(
+                method,
+                f"{self._url}/{route}",
+                None if payload is None else orjson.dumps(payload),
+                until=asyncio.get_running_loop().time() + self._timeout,
+                bytes_max=bytes_max,
+            )
+        except ExchangeFailed as error:
+            raise self._fault(error, route, bytes_max) from error
+        if parse_status(answer.status, subject) != 200:
+            return answer.status, None
+        return 200, parse_json(answer.body, answer.media, subject)
 
-    def _strange(self, route: str, what: str) -> errors.ProviderFault:
-        return errors.PROVIDER_FAULT(f"{answered(self.where, route)} {what}")
-
-    async def _read(self, response: aiohttp.ClientResponse, route: str, bytes_max: int) -> bytes:
-        encoding = response.headers.get("Content-Encoding", "identity")
-        if encoding.lower() != "identity":
-            raise self._strange(route, "a compressed body, though none was asked for")
-        body = bytearray()
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > bytes_max:
-                raise self._strange(route, f"more than {bytes_max} bytes")
-        return bytes(body)
+    def _fault(
+        self, error: ExchangeFailed, route: str, bytes_max: int
+    ) -> errors.ProviderFault | errors.ProviderTransport:
+        """What an exchange without a usable answer is to a search."""
+        subject = answered(self.where, route)
+        match error.failure:
+            case Failure.LATE:
+                return errors.PROVIDER_TRANSPORT(
+                    f"{self.where} did not answer /{route} within {self._timeout:g} s"
+                )
+            case Failure.CERTIFICATE:
+                return errors.PROVIDER_FAULT(
+                    f"{self.where} has no certificate this machine accepts"
+                )
+            case Failure.NO_CONNECTION:
+                return errors.PROVIDER_TRANSPORT(
+                    f"{self.where} takes no connection ({error.why}): "
+                    "start it, or correct retrieval.flashrag.url"
+                )
+            case Failure.BROKEN_OFF:
+                return errors.PROVIDER_TRANSPORT(f"{self.where} broke off /{route}: {error.why}")
+            case Failure.COMPRESSED:
+                return errors.PROVIDER_FAULT(
+                    f"{subject} a compressed body, though none was asked for"
+                )
+            case Failure.TOO_LONG:
+                return errors.PROVIDER_FAULT(f"{subject} more than {bytes_max} bytes")
+            case _:
+                return errors.PROVIDER_FAULT(f"{subject} something that is not HTTP ({error.why})")
 
 
 async def from_config(settings: FlashRagSection) -> FlashragProvider:
@@ -175,9 +164,11 @@ class FlashragProvider:
 
     Raises ``ConfigError`` for a value that cannot be used.
 
-    ``on_fault`` may be set at any time: it is told, on the loop, after a round of canaries that
-    found a fault, so that a latch closes without waiting for the next search. ``statistics`` counts
-    searches and gathered calls, ``requests`` what was posted, a refused batch's parts included.
+    Attributes:
+        on_fault: may be set at any time; called on the loop after a round of canaries that found a
+            fault, so that the latch closes without waiting for the next search.
+        statistics: counts of searches and gathered calls.
+        requests: what was posted, the parts of a refused batch included.
     """
 
     name = "flashrag"
@@ -196,7 +187,7 @@ class FlashragProvider:
     ) -> None:
         self._exchange = _Exchange(url, timeout_seconds=timeout_seconds, connections_max=batch_max)
         for key, digest in (("corpus_sha256", corpus_sha256), ("index_sha256", index_sha256)):
-            if not _DIGEST.fullmatch(digest):
+            if not is_sha256(digest):
                 raise errors.CONFIG_INVALID(
                     f"retrieval.flashrag.{key} must be 64 lower-case hex digits: the sha256 of "
                     "what the retriever was started with"
@@ -211,9 +202,6 @@ class FlashragProvider:
         self._canary_seconds = canary_seconds
         self.on_fault: Callable[[errors.RetrievalError], None] | None = None
         self._watch: CanaryWatch | None = None
-        self._calls = Calls(
-            self._post, where=self._exchange.where, batch_missing=self._batch_missing
-        )
         self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=batch_max)
         self.statistics = self._gather.statistics
         self.requests = 0
@@ -222,7 +210,7 @@ class FlashragProvider:
         """Opens the client and asks the canaries, or ``/health`` where there are none.
 
         Raises ``ConfigError`` (canary file), ``IdentityChanged`` (a canary differs),
-        ``ProviderTransport`` (nobody answers: may be called again) or ``ProviderFault``.
+        ``ProviderTransport`` (not reached: ``start`` may be called again) or ``ProviderFault``.
         """
         recorded: Sequence[canary_file.Canary] = ()
         if self._canaries is not None:
@@ -257,11 +245,9 @@ class FlashragProvider:
         Raises ``ProviderTransport`` (not reached, broken off, or late) or ``ProviderFault`` (the
         query was refused, or what came is not an answer).
         """
-        try:
-            query.encode()
-        except UnicodeEncodeError as error:
+        if not has_utf8_form(query):
             # One such text would keep the whole batch it travels in from being written.
-            raise errors.PROVIDER_FAULT("the query has no UTF-8 form; it was not sent") from error
+            raise errors.PROVIDER_FAULT("the query has no UTF-8 form; it was not sent")
         # A list of its own for each search: those that shared a query share nothing else.
         return list(await self._gather.submit(top_n, query))
 
@@ -275,12 +261,43 @@ class FlashragProvider:
             await self._gather.close()
             await self._exchange.close()
 
-    async def _ask(self, top_n: int, queries: Sequence[str]) -> Sequence[Documents | Failed]:
-        return await self._calls.ask(top_n, queries)
-
-    def _batch_missing(self) -> None:
-        # From the next call on each search is one of its own, several at once.
+    async def _ask(self, top_n: int, queries: Sequence[str]) -> list[Documents | Failed]:
+        """One outcome per query of one call, in order; raises no retrieval error."""
+        if len(queries) == 1:
+            return [await _outcome(self._alone(top_n, queries[0]))]
+        answer = await _outcome(self._together(top_n, queries))
+        if isinstance(answer, Failed):
+            return [answer] * len(queries)
+        if isinstance(answer, list):
+            return [*answer]
+        if answer in REFUSED:
+            half = len(queries) // 2
+            return [
+                *await self._ask(top_n, queries[:half]),
+                *await self._ask(top_n, queries[half:]),
+            ]
+        # ``/batch_search`` is missing. From the next call on each search is a call of its own,
+        # several at once.
         self._gather.reshape(batch_max=1, calls_max=self._batch_max)
+        return await asyncio.gather(*(_outcome(self._alone(top_n, query)) for query in queries))
+
+    async def _alone(self, top_n: int, query: str) -> Documents:
+        where = self._exchange.where
+        status, value = await self._post("search", query, top_n, 1)
+        if status in REFUSED:
+            raise errors.PROVIDER_FAULT(f"{where} refused the query (status {status})")
+        if status in MISSING:
+            raise errors.PROVIDER_FAULT(
+                f"{where} does not serve /search (status {status}); correct retrieval.flashrag.url"
+            )
+        return parse_documents(value, answered(where, "search"))
+
+    async def _together(self, top_n: int, queries: Sequence[str]) -> list[Documents] | int:
+        """An answer per query, or the status that says refused or missing."""
+        status, value = await self._post("batch_search", list(queries), top_n, len(queries))
+        if status != 200:
+            return status
+        return parse_lists(value, len(queries), answered(self._exchange.where, "batch_search"))
 
     async def _post(
         self, route: str, query: str | list[str], top_n: int, searches: int
@@ -289,3 +306,10 @@ class FlashragProvider:
         payload = {"query": query, "top_n": top_n}
         bytes_max = ANSWER_BYTES_PER_SEARCH * searches
         return await self._exchange.call("POST", route, payload, bytes_max=bytes_max)
+
+
+async def _outcome(call: Coroutine[Any, Any, _T]) -> _T | Failed:
+    try:
+        return await call
+    except errors.RetrievalError as error:
+        return Failed(error)

@@ -1,5 +1,7 @@
 """Where a FlashRAG retriever may stand and what it may answer, as values and without HTTP.
 
+Apart from ``provider.py``, which alone uses it: bytes are judged here without a connection.
+
 No message quotes a body: it may hold anything, passages included. ``subject`` begins each one,
 e.g. ``the retriever at http://10.0.0.7:9000 answered /search with``.
 """
@@ -17,7 +19,7 @@ from smartsearch_sidecar import errors
 Documents = list[dict[str, Any]]
 
 REFUSED = (400, 422)
-"""FastAPI's words for a query that is none: the handler's, and the request model's."""
+"""How FastAPI refuses a query: the first by its handler, the second by its request model."""
 
 MISSING = (404, 405)
 """The route is not served."""

@@ -1,0 +1,232 @@
+"""HTTP to a service the operator runs: the retriever, and the reward helper.
+
+One pooled client with bounds on everything. It follows no redirect and uses no proxy, because a
+prompt holds reference answers and a query belongs to the run; it keeps no cookie; it sends each
+request once. What a failure means is for the caller to say: here it only gets a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Final
+
+import aiohttp
+
+from smartsearch_sidecar import errors
+
+_OK: Final = 200
+_JSON: Final = "application/json"
+
+
+class Failure(enum.Enum):
+    """Why an exchange has no usable answer."""
+
+    NO_CONNECTION = enum.auto()
+    """Nothing was sent, so the same request may be sent again."""
+    CERTIFICATE = enum.auto()
+    """The other end shows no certificate that this machine accepts. Nothing was sent."""
+    LATE = enum.auto()
+    """The time was up."""
+    BROKEN_OFF = enum.auto()
+    """The connection was lost before the last byte of the answer."""
+    NOT_HTTP = enum.auto()
+    OTHER_MEDIA = enum.auto()
+    """The answer says that it is something else than JSON."""
+    COMPRESSED = enum.auto()
+    """Asked for was ``identity``: of an inflated body the bound in bytes would be no bound."""
+    TOO_LONG = enum.auto()
+
+
+class ExchangeFailed(Exception):
+    """An exchange without a usable answer.
+
+    Attributes:
+        failure: what happened.
+        sent: a connection was handed to the request, so it may have arrived and may have cost
+            money, even if no answer comes.
+        answered: the status line of an answer has arrived.
+        why: a few words of the system's, or the name of an exception; no address and no body.
+    """
+
+    def __init__(self, failure: Failure, *, sent: bool, answered: bool, why: str) -> None:
+        super().__init__(why)
+        self.failure = failure
+        self.sent = sent
+        self.answered = answered
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """An answer: its status and, of a 200 only, its media type (lower case) and its body."""
+
+    status: int
+    media: str = ""
+    body: bytes = b""
+
+
+@dataclass(slots=True)
+class _Reached:
+    """How far one exchange has come."""
+
+    sent: bool = False
+    answered: bool = False
+
+
+class OutboundHttp:
+    """A pool of connections.
+
+    Args:
+        connections_max: connections at once; 0 is no bound, for a caller that has one of its own.
+        keepalive_seconds: idle seconds after which a connection is dropped. Keep it under the time
+            after which the other end drops it (uvicorn: 5 s): a request that is written into a
+            connection just being closed counts as sent, and cannot be sent again.
+        connect_seconds: for one attempt at a connection; ``None`` leaves the exchange's own bound.
+    """
+
+    def __init__(
+        self, *, connections_max: int, keepalive_seconds: float, connect_seconds: float | None
+    ) -> None:
+        self._connections_max = connections_max
+        self._keepalive_seconds = keepalive_seconds
+        self._connect_seconds = connect_seconds
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def open(self) -> None:
+        """Makes the pool, once, on the running loop; no connection yet.
+
+        Raises:
+            InvariantBroken: it was closed before.
+        """
+        if self._closed:
+            raise errors.INTERNAL_ERROR("a service was asked after its client had been closed")
+        if self._session is None:
+            self._session = self._made()
+
+    async def close(self) -> None:
+        """Closes the pool for good; exchanges that are under way are broken off."""
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def exchange(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        *,
+        until: float,
+        bytes_max: int,
+        json_only: bool = False,
+    ) -> HttpAnswer:
+        """Sends one request, once.
+
+        Args:
+            body: JSON, or ``None`` for a request without one.
+            until: when the whole exchange ends, in seconds of the loop's clock.
+            bytes_max: bytes of the answer's body.
+            json_only: refuse an answer of another declared media type before reading it.
+
+        Raises:
+            ExchangeFailed: there is no usable answer.
+            InvariantBroken: the pool is not open.
+        """
+        session = self._session
+        if session is None:
+            raise errors.INTERNAL_ERROR(
+                "a service was asked before its client was opened or after close"
+            )
+        reached = _Reached()
+        try:
+            async with asyncio.timeout_at(until):
+                return await _once(
+                    session.request(
+                        method,
+                        url,
+                        data=body,
+                        headers=None if body is None else {"Content-Type": _JSON},
+                        allow_redirects=False,
+                        trace_request_ctx=reached,
+                    ),
+                    reached,
+                    bytes_max,
+                    json_only=json_only,
+                )
+        except TimeoutError as error:
+            raise _failed(Failure.LATE, reached, error) from error
+
+    def _made(self) -> aiohttp.ClientSession:
+        trace = aiohttp.TraceConfig()
+        # The one public sign that a request has got a connection, new or pooled.
+        trace.on_connection_create_end.append(_connected)
+        trace.on_connection_reuseconn.append(_connected)
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=self._connections_max, keepalive_timeout=self._keepalive_seconds
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # The exchange has one deadline, ``until``; a total of aiohttp's would be a second.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
+            headers={"Accept": _JSON, "Accept-Encoding": "identity"},
+            auto_decompress=False,
+            trust_env=False,
+            trace_configs=[trace],
+        )
+
+
+async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.sent = True
+
+
+async def _once(
+    request: AbstractAsyncContextManager[aiohttp.ClientResponse],
+    reached: _Reached,
+    bytes_max: int,
+    *,
+    json_only: bool,
+) -> HttpAnswer:
+    try:
+        async with request as response:
+            reached.answered = True
+            if response.status != _OK:
+                response.close()  # unread: an error page is of no use, and has no bound
+                return HttpAnswer(response.status)
+            return await _read(response, bytes_max, json_only=json_only)
+    except aiohttp.ClientSSLError as error:
+        raise _failed(Failure.CERTIFICATE, reached, error) from error
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        failure = Failure.BROKEN_OFF if reached.sent else Failure.NO_CONNECTION
+        raise _failed(failure, reached, error) from error
+    except aiohttp.ClientError as error:
+        raise _failed(Failure.NOT_HTTP, reached, error) from error
+
+
+async def _read(response: aiohttp.ClientResponse, bytes_max: int, *, json_only: bool) -> HttpAnswer:
+    """The answer of a 200. A body that is refused goes unread, and its connection with it."""
+    media = response.content_type.lower()
+    if json_only and "Content-Type" in response.headers and media != _JSON:
+        raise _refused(response, Failure.OTHER_MEDIA)
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise _refused(response, Failure.COMPRESSED)
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > bytes_max:
+            raise _refused(response, Failure.TOO_LONG)
+    return HttpAnswer(response.status, media, bytes(body))
+
+
+def _refused(response: aiohttp.ClientResponse, failure: Failure) -> ExchangeFailed:
+    response.close()
+    return ExchangeFailed(failure, sent=True, answered=True, why=failure.name.lower())
+
+
+def _failed(failure: Failure, reached: _Reached, error: Exception) -> ExchangeFailed:
+    why = getattr(error, "strerror", None) or type(error).__name__
+    return ExchangeFailed(failure, sent=reached.sent, answered=reached.answered, why=why)

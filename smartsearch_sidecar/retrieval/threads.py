@@ -1,0 +1,102 @@
+"""Threads for a retriever that blocks: the embedded index, and an operator's own.
+
+They are daemons, which is why they are not an executor's: ``concurrent.futures`` joins its threads
+when the interpreter exits, and a search that hangs in foreign code would keep the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from smartsearch_sidecar import errors
+
+_T = TypeVar("_T")
+
+
+class RetrieverThreads:
+    """A fixed number of daemon threads that take calls in order.
+
+    Args:
+        count: threads, so calls at once.
+        name: begins the name of each thread.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    async def run(self, call: Callable[[], _T]) -> _T:
+        """What ``call`` returns or raises. A caller that leaves before its turn frees the turn.
+
+        Raises: ``ProviderFault`` after ``stop``, and where ``call`` raises what cannot cross to the
+        loop.
+        """
+        if self._stopped:
+            raise _closed()
+        future: Future[_T] = Future()
+        self._calls.put((future, call))
+        return await asyncio.wrap_future(future)
+
+    def stop(self) -> None:
+        """Ends each thread after what it is running; calls still queued fail."""
+        if self._stopped:
+            return
+        self._stopped = True
+        while True:
+            try:
+                item = self._calls.get_nowait()
+            except queue.Empty:
+                break
+            if item is not None and item[0].set_running_or_notify_cancel():
+                item[0].set_exception(_closed())
+        for _ in self._threads:
+            self._calls.put(None)
+
+    def join(self) -> None:
+        """Waits, after ``stop``, for the calls that are running. Blocks, without a bound."""
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001 - raised in the task that awaits it
+                future.set_exception(_carried(error))
+            else:
+                future.set_result(result)
+            # Held until the next call comes, they would keep an answer in memory for as long.
+            del item, future, call
+
+
+def _closed() -> errors.ProviderFault:
+    return errors.PROVIDER_FAULT("the retriever is closed; no search is taken any more")
+
+
+def _carried(error: BaseException) -> Exception:
+    """What may cross from a thread to the loop: these kinds would mean something else there.
+
+    ``StopIteration`` cannot be set on a future (the caller would wait for ever), a cancellation
+    would look like the caller's own, and ``SystemExit`` would end the loop.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
+        return error
+    fault = errors.PROVIDER_FAULT(f"the retriever raised {type(error).__name__}")
+    fault.__cause__ = error
+    return fault

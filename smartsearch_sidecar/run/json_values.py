@@ -1,0 +1,119 @@
+"""JSON values: text that can be written down, one canonical form, and the names of what differs.
+
+Claims, identities and indexes are JSON values that are hashed, recorded and compared. The rules
+stand here once, because two copies of a comparison that drift apart accept different runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeGuard
+
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def has_utf8_form(text: str) -> bool:
+    """Whether ``text`` can be written as UTF-8; text with a lone surrogate cannot.
+
+    JSON lets such text in as an escape (``\\ud83d``), and no record could hold it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_text(value: object) -> TypeGuard[str]:
+    """Whether ``value`` is text with a UTF-8 form; it may be empty."""
+    return isinstance(value, str) and has_utf8_form(value)
+
+
+def is_filled_text(value: object) -> TypeGuard[str]:
+    """Whether ``value`` is text with a UTF-8 form and more than white space in it."""
+    return isinstance(value, str) and bool(value.strip()) and has_utf8_form(value)
+
+
+def is_sha256(value: object) -> TypeGuard[str]:
+    """Whether ``value`` is 64 lower-case hex digits."""
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+# --- the canonical form ---------------------------------------------------------------------------
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON as the reference writes it: sorted keys, no spaces, UTF-8.
+
+    The standard library's encoder, because it spells floats as the reference does.
+
+    Raises: ``ValueError`` for NaN, an infinity, and text without a UTF-8 form; ``TypeError`` for
+    what is not a JSON value.
+    """
+    return json.dumps(
+        value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
+    ).encode()
+
+
+def canonical_digest(value: Any) -> str:
+    """sha256 (64 hex digits) of the canonical form. Raises as ``canonical`` does."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal as JSON: ``1``, ``1.0`` and ``true`` are three values, a tuple and a list are one.
+
+    Python's ``==`` takes ``1 == True``, so a flag that becomes a number would pass unseen.
+    """
+    kind = type(one)
+    if kind in _SCALARS:  # first, because an identity is compared after every search
+        return kind is type(other) and bool(one == other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(map(same, one.values(), map(other.get, one)))
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return kind is type(other) and bool(one == other)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dotted names of everything that is not the same on both sides, sorted.
+
+    Two objects are compared key by key. A key that one side lacks differs from any value, ``null``
+    and an empty object included.
+    """
+    return tuple(sorted(_differing(one, other, "")))
+
+
+def flat(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by the dotted names that ``differences`` gives; for a sentence that shows them."""
+    return dict(_leaves(value, ""))
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str) -> Iterator[str]:
+    for key in one.keys() | other.keys():
+        if key not in one or key not in other:
+            lone = one if key in one else other
+            yield from (name for name, _ in _leaves({key: lone[key]}, before))
+        elif isinstance(one[key], Mapping) and isinstance(other[key], Mapping):
+            yield from _differing(one[key], other[key], f"{before}{key}.")
+        elif not same(one[key], other[key]):
+            yield f"{before}{key}"
+
+
+def _leaves(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        # An object without keys is a value of its own: it has no leaf that would show it is there.
+        if isinstance(item, Mapping) and item:
+            yield from _leaves(item, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", item
