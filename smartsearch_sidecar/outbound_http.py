@@ -22,7 +22,7 @@ _OK: Final = 200
 _JSON: Final = "application/json"
 
 
-class Failure(enum.Enum):
+class ExchangeFault(enum.Enum):
     """Why an exchange has no usable answer."""
 
     NO_CONNECTION = enum.auto()
@@ -52,7 +52,7 @@ class ExchangeFailed(Exception):
         why: a few words of the system's, or the name of an exception; no address and no body.
     """
 
-    def __init__(self, failure: Failure, *, sent: bool, answered: bool, why: str) -> None:
+    def __init__(self, failure: ExchangeFault, *, sent: bool, answered: bool, why: str) -> None:
         super().__init__(why)
         self.failure = failure
         self.sent = sent
@@ -159,7 +159,7 @@ class OutboundHttp:
                     json_only=json_only,
                 )
         except TimeoutError as error:
-            raise _failed(Failure.LATE, reached, error) from error
+            raise _failed(ExchangeFault.LATE, reached, error) from error
 
     def _made(self) -> aiohttp.ClientSession:
         trace = aiohttp.TraceConfig()
@@ -199,34 +199,34 @@ async def _once(
                 return HttpAnswer(response.status)
             return await _read(response, bytes_max, json_only=json_only)
     except aiohttp.ClientSSLError as error:
-        raise _failed(Failure.CERTIFICATE, reached, error) from error
+        raise _failed(ExchangeFault.CERTIFICATE, reached, error) from error
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-        failure = Failure.BROKEN_OFF if reached.sent else Failure.NO_CONNECTION
+        failure = ExchangeFault.BROKEN_OFF if reached.sent else ExchangeFault.NO_CONNECTION
         raise _failed(failure, reached, error) from error
     except aiohttp.ClientError as error:
-        raise _failed(Failure.NOT_HTTP, reached, error) from error
+        raise _failed(ExchangeFault.NOT_HTTP, reached, error) from error
 
 
 async def _read(response: aiohttp.ClientResponse, bytes_max: int, *, json_only: bool) -> HttpAnswer:
     """The answer of a 200. A body that is refused goes unread, and its connection with it."""
     media = response.content_type.lower()
     if json_only and "Content-Type" in response.headers and media != _JSON:
-        raise _refused(response, Failure.OTHER_MEDIA)
+        raise _refused(response, ExchangeFault.OTHER_MEDIA)
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise _refused(response, Failure.COMPRESSED)
+        raise _refused(response, ExchangeFault.COMPRESSED)
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > bytes_max:
-            raise _refused(response, Failure.TOO_LONG)
+            raise _refused(response, ExchangeFault.TOO_LONG)
     return HttpAnswer(response.status, media, bytes(body))
 
 
-def _refused(response: aiohttp.ClientResponse, failure: Failure) -> ExchangeFailed:
+def _refused(response: aiohttp.ClientResponse, failure: ExchangeFault) -> ExchangeFailed:
     response.close()
     return ExchangeFailed(failure, sent=True, answered=True, why=failure.name.lower())
 
 
-def _failed(failure: Failure, reached: _Reached, error: Exception) -> ExchangeFailed:
+def _failed(failure: ExchangeFault, reached: _Reached, error: Exception) -> ExchangeFailed:
     why = getattr(error, "strerror", None) or type(error).__name__
     return ExchangeFailed(failure, sent=reached.sent, answered=reached.answered, why=why)

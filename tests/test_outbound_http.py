@@ -13,7 +13,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.outbound_http import ExchangeFailed, Failure, HttpAnswer, OutboundHttp
+from smartsearch_sidecar.outbound_http import (
+    ExchangeFailed,
+    ExchangeFault,
+    HttpAnswer,
+    OutboundHttp,
+)
 
 HEAD = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + "Transfer-Encoding: chunked\r\n\r\n"
@@ -111,31 +116,31 @@ async def test_the_body_of_another_status_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("answer", "hang", "failure", "answered"),
     [
-        (sized("x" * 101), False, Failure.TOO_LONG, True),
+        (sized("x" * 101), False, ExchangeFault.TOO_LONG, True),
         (
             HEAD + "Transfer-Encoding: chunked\r\n\r\n65\r\n" + "x" * 101,
             True,
-            Failure.TOO_LONG,
+            ExchangeFault.TOO_LONG,
             True,
         ),
-        (sized("{}", HEAD + "Content-Encoding: gzip\r\n"), False, Failure.COMPRESSED, True),
+        (sized("{}", HEAD + "Content-Encoding: gzip\r\n"), False, ExchangeFault.COMPRESSED, True),
         (
             sized("<", "HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"),
             False,
-            Failure.OTHER_MEDIA,
+            ExchangeFault.OTHER_MEDIA,
             True,
         ),
-        ("SSH-2.0-none\r\n\r\n", False, Failure.NOT_HTTP, False),
-        (HEAD + "Content-Length: 50\r\n\r\nxx", True, Failure.LATE, True),
-        ("", True, Failure.LATE, False),
+        ("SSH-2.0-none\r\n\r\n", False, ExchangeFault.NOT_HTTP, False),
+        (HEAD + "Content-Length: 50\r\n\r\nxx", True, ExchangeFault.LATE, True),
+        ("", True, ExchangeFault.LATE, False),
     ],
 )
 async def test_what_is_no_usable_answer_is_named(
-    answer: str, hang: bool, failure: Failure, answered: bool
+    answer: str, hang: bool, failure: ExchangeFault, answered: bool
 ) -> None:
     """Each failure has one name, and says that the request was sent and whether an answer began."""
     server = Server(answer, hang=hang)
-    seconds = 0.3 if failure is Failure.LATE else 20.0
+    seconds = 0.3 if failure is ExchangeFault.LATE else 20.0
     async with server.url() as url, opened() as client:
         with pytest.raises(ExchangeFailed) as caught:
             await ask(client, url, seconds=seconds, json_only=True)
@@ -158,7 +163,7 @@ async def test_nothing_was_sent_where_no_connection_was_had() -> None:
     async with opened() as client:
         with pytest.raises(ExchangeFailed) as caught:
             await ask(client, url)
-    assert caught.value.failure is Failure.NO_CONNECTION
+    assert caught.value.failure is ExchangeFault.NO_CONNECTION
     assert (caught.value.sent, caught.value.answered) == (False, False)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.outbound_http import ExchangeFailed, Failure, OutboundHttp
+from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.reward.wire import PROTOCOLS, HelperAnswer, Kind, address
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -197,7 +197,7 @@ class HelperClient:
                     json_only=True,
                 )
             except ExchangeFailed as error:
-                last = error.failure is Failure.LATE or attempt >= self._connect_tries
+                last = error.failure is ExchangeFault.LATE or attempt >= self._connect_tries
                 if error.sent or last:
                     raise self._fault(error) from error
             else:
@@ -215,23 +215,23 @@ class HelperClient:
     def _fault(self, error: ExchangeFailed) -> errors.HelperFault:
         """What an exchange without a usable answer is to the run."""
         if not error.sent:
-            late = error.failure is Failure.LATE
+            late = error.failure is ExchangeFault.LATE
             return self._unreachable("not in time" if late else error.why)
-        if error.failure is Failure.LATE:
+        if error.failure is ExchangeFault.LATE:
             return errors.HELPER_TIMEOUT(
                 f"the helper at {self.place} did not answer in time: it hangs or has too much "
                 "to do (reward.helper.timeout_seconds, reward.helper.concurrency)"
             )
-        if error.failure is Failure.OTHER_MEDIA:
+        if error.failure is ExchangeFault.OTHER_MEDIA:
             return errors.HELPER_NOT_JSON(
                 f"{self.place} answered with another media type than application/json: "
                 "a proxy or a login page stands before the helper"
             )
-        if error.failure is Failure.COMPRESSED:
+        if error.failure is ExchangeFault.COMPRESSED:
             return errors.HELPER_ANSWER_INVALID(
                 f"the helper at {self.place} compressed its answer although it was told not to"
             )
-        if error.failure is Failure.TOO_LONG:
+        if error.failure is ExchangeFault.TOO_LONG:
             return errors.HELPER_ANSWER_INVALID(
                 f"the helper at {self.place} answered with more than {self._answer_bytes_max} bytes"
             )

@@ -26,7 +26,7 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
-from smartsearch_sidecar.outbound_http import ExchangeFailed, Failure, OutboundHttp
+from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.retrieval import canaries as canary_file
 from smartsearch_sidecar.retrieval.canaries import CANARY_SECONDS, CanaryWatch
 from smartsearch_sidecar.retrieval.flashrag.batcher import Failed, Gather
@@ -103,26 +103,26 @@ class _Exchange:
         """What an exchange without a usable answer is to a search."""
         subject = answered(self.where, route)
         match error.failure:
-            case Failure.LATE:
+            case ExchangeFault.LATE:
                 return errors.PROVIDER_TRANSPORT(
                     f"{self.where} did not answer /{route} within {self._timeout:g} s"
                 )
-            case Failure.CERTIFICATE:
+            case ExchangeFault.CERTIFICATE:
                 return errors.PROVIDER_FAULT(
                     f"{self.where} has no certificate this machine accepts"
                 )
-            case Failure.NO_CONNECTION:
+            case ExchangeFault.NO_CONNECTION:
                 return errors.PROVIDER_TRANSPORT(
                     f"{self.where} takes no connection ({error.why}): "
                     "start it, or correct retrieval.flashrag.url"
                 )
-            case Failure.BROKEN_OFF:
+            case ExchangeFault.BROKEN_OFF:
                 return errors.PROVIDER_TRANSPORT(f"{self.where} broke off /{route}: {error.why}")
-            case Failure.COMPRESSED:
+            case ExchangeFault.COMPRESSED:
                 return errors.PROVIDER_FAULT(
                     f"{subject} a compressed body, though none was asked for"
                 )
-            case Failure.TOO_LONG:
+            case ExchangeFault.TOO_LONG:
                 return errors.PROVIDER_FAULT(f"{subject} more than {bytes_max} bytes")
             case _:
                 return errors.PROVIDER_FAULT(f"{subject} something that is not HTTP ({error.why})")
