@@ -1,4 +1,8 @@
+<<<<<<< helper
+"""Targets and capabilities, the checks of a body's headers, and the one table of statuses.
+=======
 """Who may ask what: targets, the order of the edge's checks, and how a failure is answered.
+>>>>>>> errors
 
 Targets are compared as the bytes sent, never decoded: a percent-encoded or absolute form of a right
 path is another path.

@@ -9,7 +9,9 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from smartsearch_sidecar.web import edge
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply, response_head
+from smartsearch_sidecar.web.edge.server import EdgeServer, Handler, drain, listen
 
 PATIENCE = 10.0  # seconds until a wait in a test is a finding
 CAPABILITY = b"Zr4tT9-capability-of-the-edge-tests_0123456789"
@@ -156,7 +158,7 @@ class Recorder:
 class Served:
     """A server under test; ``lost`` holds the stage of every answer its default handler lost."""
 
-    server: edge.EdgeServer
+    server: EdgeServer
     listener: asyncio.Server
     address: tuple[str, int]
     seen: Recorder
@@ -173,7 +175,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    handler: edge.Handler | None = None,
+    handler: Handler | None = None,
     *,
     keepalive_seconds: float = 75,
     connections_max: int = 4096,
@@ -182,16 +184,16 @@ async def serving(
     """A served edge; without a handler, one that answers what it was sent. Nothing may be left."""
     seen, lost, loop_errors = Recorder(), list[str](), list[str]()
 
-    async def echo(request: edge.EdgeRequest) -> edge.Reply:
+    async def echo(request: EdgeRequest) -> Reply:
         body = await request.body(int(request.headers.get("Content-Length", "0")), PATIENCE)
         answer = request.raw_target.encode("utf-8", "surrogateescape") + b" " + body
-        head = edge.response_head(200, len(answer), close=not request.keep_alive)
+        head = response_head(200, len(answer), close=not request.keep_alive)
         return request.deliver(head, answer, lost.append)
 
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: loop_errors.append(repr(context))
     )
-    server = edge.serve(
+    server = EdgeServer(
         handler or echo,
         observer=seen,
         capability_marker=MARKER,
@@ -201,12 +203,12 @@ async def serving(
     )
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    listener = await edge.listen(server, sock)
+    listener = await listen(server, sock)
     try:
         yield Served(server, listener, sock.getsockname(), seen, lost, loop_errors)
     finally:
         listener.close()
-        await edge.drain(server, PATIENCE)
+        await drain(server, PATIENCE)
         await listener.wait_closed()
         assert not server.open
         assert not server.tasks
