@@ -15,6 +15,7 @@ import typer
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app as command_line
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.record import Kind
 from smartsearch_sidecar.web.app import PROBES, App
 from smartsearch_sidecar.web.other_clients import SEGMENTS
@@ -64,6 +65,8 @@ def routes() -> set[tuple[str, str]]:
         body_seconds=1.0,
         deadline_seconds=1.0,
         routes=("execute", *SEGMENTS),
+        observer=Observer(),
+        about={},
     )
     found = {("GET", probe) for probe in PROBES} | {("POST", "/<execute>/execute")}
     found |= {("POST", f"/<execute>/{segment}") for segment in app._searches._segments}

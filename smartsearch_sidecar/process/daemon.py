@@ -37,8 +37,8 @@ from smartsearch_sidecar.retrieval.registry import Progress
 from smartsearch_sidecar.run.record import Kind
 from smartsearch_sidecar.search.service import Service
 from smartsearch_sidecar.web.app import App
-from smartsearch_sidecar.web.edge import EdgeServer, drain, listen, serve
-from smartsearch_sidecar.web.exposition import Sources
+from smartsearch_sidecar.web.edge.server import EdgeServer, drain, listen
+from smartsearch_sidecar.web.ready import ServedRun
 from smartsearch_sidecar.web.routes import Capabilities
 
 EXIT_FINE = 0
@@ -131,8 +131,7 @@ class Daemon:
             raise
         service = parts.service
         # Before the file that says so: who finds the address must find it answering.
-        self.app.serve_with(service, parts.scoring, parts.cluster_run)
-        self.app.operator.watch(self._sources(parts, server), parts.facts)
+        self.app.serve(self._served(parts, server))
         endpoints = served_at(self.config.server.host, self.port, self._execute, self._internal)
         try:
             await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints_json(endpoints))
@@ -152,7 +151,7 @@ class Daemon:
     # --- building ---------------------------------------------------------------------------------
 
     def _edge(self) -> EdgeServer:
-        return serve(
+        return EdgeServer(
             self.app.handle,
             observer=self.app,
             capability_marker=self.app.capability_marker,
@@ -175,14 +174,15 @@ class Daemon:
             await asyncio.to_thread(self.files.abandon)
             raise
 
-    def _sources(self, parts: Parts, server: EdgeServer) -> Sources:
-        return Sources(
-            parts.service,
-            parts.scoring,
-            self.observer,
-            lambda: server.open,
-            server.oldest_began,
-            parts.cluster_run,
+    def _served(self, parts: Parts, server: EdgeServer) -> ServedRun:
+        return ServedRun(
+            service=parts.service,
+            scoring=parts.scoring,
+            observer=self.observer,
+            connections=lambda: server.open,
+            oldest_began=server.oldest_began,
+            facts=parts.facts,
+            cluster_run=parts.cluster_run,
         )
 
     async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
@@ -199,7 +199,7 @@ class Daemon:
         port: int = main.getsockname()[1]
         listening.append(await listen(server, main))
         if probe is not None:
-            self._probes = probes = serve(
+            self._probes = probes = EdgeServer(
                 self.app.handle_probe,
                 observer=self.app,
                 capability_marker=self.app.capability_marker,
@@ -228,7 +228,7 @@ class Daemon:
                     await scoring.slots.wait_idle()
         except TimeoutError:
             self._log.error("work in flight did not end in time", seconds=limit)
-        await self.app.operator.close()
+        await self.app.close()
         await drain(server, CONNECTIONS_CLOSE_SECONDS)
         if self._probes is not None:
             await drain(self._probes, CONNECTIONS_CLOSE_SECONDS)

@@ -1,44 +1,34 @@
-"""The handlers: from an edge request to the service and back, for both capabilities.
+"""Every request of a run: dispatch by capability, ``/execute``, the probes, what the edge observes.
 
-A handler raises only named errors; ``App.handle`` turns them into the answers of the table in
-``routes.py``. Until the provider is loaded there is no service: rollouts wait for it within their
-deadline, and whoever could not be served then closes the latch as soon as there is one.
+A handler raises only named errors; they become the answers of the table in `routes`. Until the run
+is claimed a rollout waits for it within its deadline; one that could not be served closes the latch
+as soon as there is a run.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import orjson
 import structlog
 from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.scoring.service import Scoring
-from smartsearch_sidecar.search.service import Answer, Service
-from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.exchange import answer_json, answer_search, read_body, refuse
 from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.other_clients import SearchRoutes
-from smartsearch_sidecar.web.routes import (
-    Capabilities,
-    declared_length,
-    error_payload,
-    require_json,
-    status_of,
-)
-
-if TYPE_CHECKING:
-    from smartsearch_sidecar.gate.cluster import ClusterRun
+from smartsearch_sidecar.web.ready import Ready, ServedRun
+from smartsearch_sidecar.web.routes import Capabilities
 
 PROBES = frozenset({"/livez", "/readyz"})
 
 
 class App:
-    """One run's routes. The service comes once, when the provider is loaded and the run claimed."""
+    """One run's routes; they serve from `serve` on."""
 
     def __init__(
         self,
@@ -49,50 +39,49 @@ class App:
         deadline_seconds: float,
         routes: Collection[str] = ("execute",),
         retrieve_topk: int = 3,
-        observer: Observer | None = None,
-        about: Mapping[str, Any] | None = None,
+        observer: Observer,
+        about: Mapping[str, Any],
     ) -> None:
-        """``routes`` and ``retrieve_topk`` are the keys of ``[execute]``; ``about`` names the run
-        on its page.
+        """Build the routes.
+
+        Args:
+            capabilities: the run's two secrets.
+            body_bytes_max: of a rollout's body.
+            body_seconds: that any body may take to arrive.
+            deadline_seconds: from a rollout's first byte to its answer.
+            routes: the key of ``[execute]``: which routes a rollout may ask.
+            retrieve_topk: the key of ``[execute]``: passages of ``/retrieve`` without ``topk``.
+            observer: counts what is answered.
+            about: names the run on its page.
         """
-        self.observer = observer or Observer()
-        self.operator = OperatorRoutes(self.observer, about or {})
+        self.observer = observer
         self._capabilities = capabilities
         self._body_bytes_max = body_bytes_max
         self._body_seconds = body_seconds
-        self._deadline_seconds = deadline_seconds
-        self._service: Service | None = None
-        self._ready = asyncio.Event()
-        self._early: errors.SidecarError | None = None
         self._log = structlog.get_logger("web")
-        self._internal = InternalRoutes(self._read_body, _json, self.operator)
         self._serves_execute = "execute" in routes
+        self._ready = Ready(deadline_seconds)
+        self.operator = OperatorRoutes(self._ready, observer, about)
+        self._internal = InternalRoutes(
+            self._ready, observer, self.operator, body_seconds=body_seconds
+        )
         self._searches = SearchRoutes(
+            self._ready,
+            observer,
             routes,
             retrieve_topk=retrieve_topk,
             body_bytes_max=body_bytes_max,
-            read_body=self._read_body,
-            ready=self._serving,
-            hand_over=self._hand_over,
-            refuse=self._refuse_search,
+            body_seconds=body_seconds,
         )
 
-    def serve_with(
-        self,
-        service: Service,
-        scoring: Scoring | None = None,
-        cluster_run: ClusterRun | None = None,
-    ) -> None:
-        """Opens the door. Refusals from before close the latch now, the first one first."""
-        self._service = service
-        self._internal.service = service
-        self._internal.scoring = scoring
-        self._internal.cluster_run = cluster_run
-        if self._early is not None and self._early.cause is not None:
-            service.recorder.close_latch(
-                self._early.cause, detail=f"while loading: {self._early.message}"
-            )
-        self._ready.set()
+    def serve(self, run: ServedRun) -> None:
+        """Open the door to the claimed run. A failure from before closes its latch now."""
+        self._ready.claimed(run)
+        self.operator.watch(run)
+
+    async def close(self) -> None:
+        """End the page's ticks and streams."""
+        await self.operator.close()
 
     # --- what the edge observes -------------------------------------------------------------------
 
@@ -100,28 +89,21 @@ class App:
         """Bytes the parser refused; only those of our own client touch the run."""
         self.observer.requests["unknown", "bad_message"] += 1
         if authenticated:
-            self._close(errors.BAD_MESSAGE(f"bytes that are not HTTP ({reason})"))
+            self._ready.close_latch(errors.BAD_MESSAGE(f"bytes that are not HTTP ({reason})"))
 
     def overflow(self) -> None:
         """A connection over ``server.connections_max`` was refused: every one that is open carries
         our capability or awaits an answer, so the one refused was a rollout's or the trainer's.
         """
         self._log.error("connections_max reached; a connection was refused")
-        self._close(errors.BUSY("server.connections_max was reached and a connection refused"))
+        self._ready.close_latch(
+            errors.BUSY("server.connections_max was reached and a connection refused")
+        )
 
     def crashed(self, exc: BaseException) -> None:
-        """A handler broke; the run is over, because nobody knows what was answered."""
+        """A handler broke; the run is over, because what was answered is not known."""
         self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
-        self._close(errors.INTERNAL_ERROR(f"a handler ended in {type(exc).__name__}"))
-
-    def _close(self, exc: errors.SidecarError) -> None:
-        if exc.cause is None:
-            return
-        if self._service is None:
-            self._early = self._early or exc
-        else:
-            self._service.recorder.refused[exc.cause] += 1
-            self._service.recorder.close_latch(exc.cause, detail=exc.message)
+        self._ready.close_latch(errors.INTERNAL_ERROR(f"a handler ended in {type(exc).__name__}"))
 
     # --- dispatch ---------------------------------------------------------------------------------
 
@@ -143,7 +125,7 @@ class App:
                 return await self._searches.answer(request, segment)
             raise errors.NOT_FOUND("a rollout asked for a route that is not served")
         except errors.SidecarError as exc:
-            return await self._refused(request, exc)
+            return await self._settled(request, exc)
 
     @property
     def capability_marker(self) -> bytes:
@@ -154,74 +136,38 @@ class App:
         """The second listener's routes: ``/livez`` and ``/readyz`` alone."""
         if request.raw_target in PROBES:
             return self._probe(request, request.raw_target)
-        return self._error(request, errors.UNAUTHORIZED("only probes are served here"))
+        return self._refused(request, errors.UNAUTHORIZED("only probes are served here"))
 
     async def _execute(self, request: EdgeRequest) -> Reply:
         try:
-            body = await self._read_body(request, self._body_bytes_max)
-            service = self._service or await self._serving(request)
+            body = await read_body(request, self._body_bytes_max, self._body_seconds)
+            run = await self._ready.wait(request.began)
         except errors.SidecarError as exc:
-            return await self._refused(request, exc)
+            return await self._settled(request, exc)
         try:
-            answer = await service.execute(body, began=request.began, gone=request.gone)
+            found = await run.service.execute(body, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:  # the service has refused it already, durably
-            return self._error(request, exc)
-        return self._hand_over(request, service, answer)
+            return self._refused(request, exc)
+        return answer_search(request, run, found, "execute")
 
-    async def _read_body(self, request: EdgeRequest, bytes_max: int) -> bytes:
-        headers = request.headers
-        length = declared_length(
-            "Transfer-Encoding" in headers, headers.getall("Content-Length", []), bytes_max
-        )
-        require_json(headers.get("Content-Type", ""))
-        return await request.body(length, self._body_seconds)
+    def _probe(self, request: EdgeRequest, raw: str) -> Reply:
+        if request.method != "GET":
+            return self._refused(request, errors.METHOD_NOT_ALLOWED("probes are read"))
+        if raw == "/livez":
+            return answer_json(request, 200, {"status": "alive"})
+        ready = self._ready.healthy()
+        status = "ready" if ready else "not_ready"
+        return answer_json(request, 200 if ready else 503, {"status": status})
 
-    def _hand_over(self, request: EdgeRequest, service: Service, answer: Answer) -> Reply:
-        number, others = answer.number, answer.others
-        route = request.raw_target.rpartition("/")[2]  # served, so one of few
-        outcome = "ok" if number is not None else "declined"
-        self.observer.requests[route, outcome] += 1
-        self.observer.service.observe(asyncio.get_running_loop().time() - request.began)
-        head = response_head(200, len(answer.payload), close=not request.keep_alive)
-        return request.deliver(
-            head, answer.payload, lambda stage: service.undelivered(number, stage, others)
-        )
+    # --- refusals ---------------------------------------------------------------------------------
 
-    async def _serving(self, request: EdgeRequest) -> Service:
-        """The service, once there is one; a rollout waits for it within its deadline."""
-        try:
-            async with asyncio.timeout_at(request.began + self._deadline_seconds):
-                await self._ready.wait()
-        except TimeoutError:
-            raise errors.BUSY("the index was still loading at the request's deadline") from None
-        if self._service is None:
-            raise errors.INTERNAL_ERROR("ready without a service")
-        return self._service
+    async def _settled(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
+        """A refusal that closes the latch is durable before it is sent."""
+        return self._refused(request, await self._ready.settle(exc))
 
-    async def _refused(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
-        """An answer of the table; a refusal that closes the latch is durable before it is sent."""
-        return self._error(request, await self._settle_refusal(exc))
-
-    async def _settle_refusal(self, exc: errors.SidecarError) -> errors.SidecarError:
-        """Counts a refusal, and closes the latch where it must; what is to be answered."""
-        if self._service is not None:
-            try:
-                await self._service.recorder.refuse(exc)
-            except errors.LedgerFailed as failure:
-                return failure
-        elif exc.cause is not None:
-            self._early = self._early or exc
-        return exc
-
-    async def _refuse_search(self, exc: errors.SidecarError, segment: str) -> errors.SidecarError:
-        answered = await self._settle_refusal(exc)
-        self.observer.requests[segment, answered.code] += 1
-        return answered
-
-    def _error(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
+    def _refused(self, request: EdgeRequest, exc: errors.SidecarError) -> Reply:
         self.observer.requests[self._route(request.raw_target), exc.code] += 1
-        # Who holds the internal capability is told what is wrong: those sentences are constant.
-        return request.refuse(status_of(exc), error_payload(exc))
+        return refuse(request, exc)
 
     def _route(self, raw: str) -> str:
         """What a refused request asked for, as one of few words."""
@@ -234,18 +180,3 @@ class App:
         if target.internal:
             return self._internal.route(target)
         return "execute" if target.segments == ("execute",) else "unserved"
-
-    def _probe(self, request: EdgeRequest, raw: str) -> Reply:
-        if request.method != "GET":
-            return self._error(request, errors.METHOD_NOT_ALLOWED("probes are read"))
-        if raw == "/livez":
-            return _json(request, 200, {"status": "alive"})
-        ready = self._service is not None and not self._service.state.closed
-        return _json(request, 200 if ready else 503, {"status": "ready" if ready else "not_ready"})
-
-
-def _json(request: EdgeRequest, status: int, value: Any) -> Reply:
-    payload = orjson.dumps(value)
-    return request.deliver(
-        response_head(status, len(payload), close=not request.keep_alive), payload
-    )

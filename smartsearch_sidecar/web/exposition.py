@@ -1,16 +1,14 @@
-"""The metrics as Prometheus reads them: what the state counts and the observer heard, at a scrape.
+"""The metrics as Prometheus reads them: what the state and the observer count, at a scrape.
 
-One registry a run, so that two runs in one process (as in tests) do not mix. Every sample is of a
+Apart from `operator`, its one importer, so that the Prometheus client stays behind one file. One
+registry a scrape, so that two runs in one process (as in tests) do not mix. Every sample is of a
 row of ``metrics.TABLE``; a name that is not there cannot be given one.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -23,99 +21,29 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from smartsearch_sidecar import __version__
-from smartsearch_sidecar.gate.health import status_report
-from smartsearch_sidecar.metrics import PREFIX, TABLE, Histogram, Observer
+from smartsearch_sidecar.metrics import PREFIX, TABLE, Histogram
 from smartsearch_sidecar.run.slots import Slots
-from smartsearch_sidecar.scoring.service import Scoring
-from smartsearch_sidecar.search.service import Service
-
-if TYPE_CHECKING:
-    from smartsearch_sidecar.gate.cluster import ClusterRun
+from smartsearch_sidecar.web.ready import ServedRun, quotas
 
 # Labels' values, and the sample: a number, or a histogram with so many further values of 0.
 Sample = tuple[tuple[str, ...], float | tuple[Histogram, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Where the figures of a run stand. ``oldest_began`` is loop time, infinite if none waits."""
-
-    service: Service
-    scoring: Scoring | None
-    observer: Observer
-    connections: Callable[[], int]
-    oldest_began: Callable[[], float]
-    cluster_run: ClusterRun | None = None
-
-    def status(self) -> dict[str, Any]:
-        """What ``/status`` says of the run."""
-        if self.cluster_run is None:
-            return status_report(self.service)
-        return self.cluster_run.status(self.service)
-
-    def quotas(self) -> list[Quota]:
-        """Every allowance and what the run has used of it, all its nodes together."""
-        own = quotas(self.service)
-        if self.cluster_run is None:
-            return own
-        used = self.cluster_run.used()
-        return [replace(quota, used=used.get(quota.resource, quota.used)) for quota in own]
-
-    def oldest_seconds(self) -> float:
-        """Age of the oldest rollout request that is not answered; 0 if there is none."""
-        return max(0.0, asyncio.get_running_loop().time() - self.oldest_began())
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """One allowance of the run; ``split`` is empty for what is not a split's."""
-
-    name: str
-    split: str
-    unit: str
-    used: int
-    most: int
-
-    @property
-    def resource(self) -> str:
-        """Its name between the nodes of a run."""
-        return f"{self.split}.{self.name}" if self.split else "searches"
-
-    @property
-    def left(self) -> int:
-        """What may still be used."""
-        return max(0, self.most - self.used)
-
-
-def quotas(service: Service) -> list[Quota]:
-    """Every allowance of a run, always in the same order."""
-    state = service.state
-    found = [Quota("retrieval_calls", "", "searches", state.attempts, state.max_calls)]
-    for split, meter in state.scores.splits.items():
-        if meter.max_scores is not None:
-            used, most = meter.score_attempts, meter.max_scores
-            found.append(Quota("scores", split, "rollouts", used, most))
-        found.append(Quota("helper_calls", split, "calls", meter.model_attempts, meter.max_calls))
-        spent = meter.committed_output_tokens
-        found.append(Quota("output_tokens", split, "tokens", spent, meter.max_output_tokens))
-    return found
-
-
-def exposition(sources: Sources, accept: str) -> tuple[bytes, str]:
+def exposition(run: ServedRun, accept: str) -> tuple[bytes, str]:
     """The scrape's body and its content type, in the format ``accept`` asks for."""
     registry = CollectorRegistry()
-    registry.register(_Run(sources))
+    registry.register(_Run(run))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
 class _Run(Collector):
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, run: ServedRun) -> None:
+        self._served = run
 
     def collect(self) -> Iterator[Metric]:
         samples: dict[str, list[Sample]] = defaultdict(list)
-        for name, sample in _samples(self._sources):
+        for name, sample in _samples(self._served):
             samples[PREFIX + name].append(sample)
         for row in TABLE:
             given = samples.pop(row.name, [])
@@ -143,46 +71,46 @@ def _histogram(
     return family
 
 
-def _samples(sources: Sources) -> Iterator[tuple[str, Sample]]:
+def _samples(run: ServedRun) -> Iterator[tuple[str, Sample]]:
     yield "build_info", ((__version__,), 1.0)
-    yield from _requests(sources)
-    yield from _searches(sources)
-    if sources.service.state.scores.splits:
-        yield from _rewards(sources)
-    yield from _run(sources)
-    yield from _ledger(sources)
+    yield from _requests(run)
+    yield from _searches(run)
+    if run.service.state.scores.splits:
+        yield from _rewards(run)
+    yield from _run(run)
+    yield from _ledger(run)
 
 
-def _requests(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    service, observer = sources.service, sources.observer
+def _requests(run: ServedRun) -> Iterator[tuple[str, Sample]]:
+    service, observer = run.service, run.observer
     for labels, count in observer.requests.items():
         yield "requests_total", (labels, count)
     for cause, count in service.recorder.refused.items():
         yield "failures_total", ((cause,), count)
     yield "service_seconds", ((), (observer.service, 0))
     rooms: dict[str, Slots] = {"execute": service.slots}
-    if sources.scoring is not None:
-        rooms["reward"] = sources.scoring.slots
+    if run.scoring is not None:
+        rooms["reward"] = run.scoring.slots
     for route, slots in rooms.items():
         waited = observer.waited[route]
         yield "waiting_seconds", ((route,), (waited, slots.taken - sum(waited.counts)))
         yield "slots", ((route,), slots.slots)
         yield "slots_in_service", ((route,), slots.in_service)
         yield "slots_waiting", ((route,), slots.waiting)
-    yield "oldest_request_seconds", (("execute",), sources.oldest_seconds())
-    if sources.scoring is not None:
+    yield "oldest_request_seconds", (("execute",), run.oldest_seconds())
+    if run.scoring is not None:
         yield "oldest_request_seconds", (("reward",), observer.oldest_score())
-    yield "connections", ((), sources.connections())
+    yield "connections", ((), run.connections())
 
 
-def _searches(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    service = sources.service
+def _searches(run: ServedRun) -> Iterator[tuple[str, Sample]]:
+    service = run.service
     state = service.state
     yield "search_attempts_total", ((), state.attempts)
     yield "searches_total", (("answered",), state.responses)
     yield "searches_total", (("failed",), state.failed)
     yield "searches_under_way", ((), len(state.searching))
-    yield "search_seconds", ((), (sources.observer.search, 0))
+    yield "search_seconds", ((), (run.observer.search, 0))
     for outcome, count in state.cache.items():
         yield "search_cache_total", ((outcome,), count)
     yield "search_cache_bytes", ((), service.retrieval.cache.bytes)
@@ -194,8 +122,8 @@ def _searches(sources: Sources) -> Iterator[tuple[str, Sample]]:
     yield "answers_lost_total", ((), state.lost)
 
 
-def _rewards(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    scores, observer = sources.service.state.scores, sources.observer
+def _rewards(run: ServedRun) -> Iterator[tuple[str, Sample]]:
+    scores, observer = run.service.state.scores, run.observer
     for split, meter in scores.splits.items():
         yield "score_attempts_total", ((split,), meter.score_attempts)
         yield "scores_total", ((split,), meter.score_responses)
@@ -219,9 +147,9 @@ def _rewards(sources: Sources) -> Iterator[tuple[str, Sample]]:
         yield "helper_failures_total", ((code,), count)
 
 
-def _run(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    state = sources.service.state
-    for quota in quotas(sources.service):
+def _run(run: ServedRun) -> Iterator[tuple[str, Sample]]:
+    state = run.service.state
+    for quota in quotas(run.service):
         yield "quota_max", ((quota.name, quota.split), quota.most)
         yield "quota_left", ((quota.name, quota.split), quota.left)
     yield "latch_closed", ((), float(state.closed))
@@ -232,8 +160,8 @@ def _run(sources: Sources) -> Iterator[tuple[str, Sample]]:
     yield "restarts_total", ((), state.restarts)
 
 
-def _ledger(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    writer, observer = sources.service.writer, sources.observer
+def _ledger(run: ServedRun) -> Iterator[tuple[str, Sample]]:
+    writer, observer = run.service.writer, run.observer
     yield "ledger_records_total", ((), writer.seq)
     yield "ledger_bytes_total", ((), observer.journal_bytes)
     yield "ledger_queue_records", ((), writer.queued)

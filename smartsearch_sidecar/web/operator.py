@@ -1,8 +1,8 @@
 """What an operator looks at: the page, its live events, recent requests, the metrics.
 
-One task takes a tick a second, whether anybody looks or not, so that the page shows what went
-before it was opened. A tick is told to viewers as one server-sent event, encoded once; a viewer
-that is slow misses ticks, never memory. Nothing here decides anything.
+One task takes a tick a second, with viewers or without, so that the page shows what went before it
+was opened. A tick is told to viewers as one server-sent event, encoded once; a viewer that is slow
+misses ticks, and its memory stays bounded. These routes only read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from smartsearch_sidecar.ledger.describe import printable
 from smartsearch_sidecar.ledger.recorded_queries import readable_query
 from smartsearch_sidecar.ledger.recorder import utf8_safe
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
-from smartsearch_sidecar.web.edge import EdgeRequest, Reply, response_head
-from smartsearch_sidecar.web.exposition import Sources, exposition
-from smartsearch_sidecar.web.history import COLUMNS, TICK_SECONDS, History, Snapshot
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.exchange import answer
+from smartsearch_sidecar.web.exposition import exposition
 from smartsearch_sidecar.web.page import HEADERS, HTML
+from smartsearch_sidecar.web.page_series import COLUMNS, TICK_SECONDS, PageSeries, Snapshot
+from smartsearch_sidecar.web.ready import Ready, ServedRun
 
 VIEWERS_MAX: Final = 16  # each costs a few KB a second and a connection
-LISTED_A_TICK: Final = 4  # requests; a list of every one would change faster than anybody reads
+LISTED_A_TICK: Final = 4  # requests; a list of every one would change too fast to be read
 LISTED: Final = 50
 KEPT: Final = 4 * LISTED  # so that what a page lists can still be opened for a while
 QUERY_CHARACTERS: Final = 200  # of a query in the list; the whole one comes with its passages
@@ -38,18 +41,17 @@ Page = Callable[[EdgeRequest, str], Awaitable[Reply | web.StreamResponse]]
 
 
 class OperatorRoutes:
-    """The operator's pages of one process; ``open`` once the run is claimed, ``close`` at its end.
+    """The operator's pages of one process; ``watch`` once the run is claimed, ``close`` at its end.
 
     Handlers raise ``NotReady`` before; the page itself is always there.
     """
 
-    def __init__(self, observer: Observer, about: Mapping[str, Any]) -> None:
+    def __init__(self, ready: Ready, observer: Observer, about: Mapping[str, Any]) -> None:
         """``about`` holds what names the run: strings for a person, never a capability."""
+        self._ready = ready
         self._observer = observer
         self._about = dict(about)
-        self._sources: Sources | None = None
-        self._facts: Mapping[str, Any] = {}
-        self._history = History(ANSWER_SECONDS)
+        self._series = PageSeries(ANSWER_SECONDS)
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._kept: deque[Recent] = deque(maxlen=KEPT)
@@ -64,11 +66,10 @@ class OperatorRoutes:
             ("metrics",): self._metrics,
         }
 
-    def watch(self, sources: Sources, facts: Mapping[str, Any]) -> None:
-        """Begins to take ticks; ``facts`` are the identities as claimed."""
-        self._sources, self._facts = sources, facts
-        self._take(sources)
-        self._task = asyncio.get_running_loop().create_task(self._run(sources), name="operator")
+    def watch(self, run: ServedRun) -> None:
+        """Begins to take ticks."""
+        self._take(run)
+        self._task = asyncio.get_running_loop().create_task(self._ticks(run), name="operator")
 
     async def close(self) -> None:
         """Ends the ticks and every viewer's stream."""
@@ -79,34 +80,30 @@ class OperatorRoutes:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    def count(self, route: str, outcome: str) -> None:
-        """A request of an internal route was answered."""
-        self._observer.requests[route, outcome] += 1
-
     # --- ticks ------------------------------------------------------------------------------------
 
-    async def _run(self, sources: Sources) -> None:
-        latched = sources.service.recorder.latched
+    async def _ticks(self, run: ServedRun) -> None:
+        latched = run.service.recorder.latched
         known = latched.is_set()
         while True:
             try:
                 async with asyncio.timeout(TICK_SECONDS):
-                    # A failure is told at once; afterwards there is nothing to be waited for.
+                    # A failure is told at once; afterwards every tick only waits for its time.
                     await (asyncio.sleep(2 * TICK_SECONDS) if known else latched.wait())
             except TimeoutError:
                 pass
             known = latched.is_set()
-            self._take(sources)
+            self._take(run)
 
-    def _take(self, sources: Sources) -> None:
-        service = sources.service
+    def _take(self, run: ServedRun) -> None:
+        service = run.service
         state = service.state
         if state.closed and self._observer.latched_at is None and self._task is not None:
             self._observer.latched_at = time.time()  # a ledger that failed could not say so
         chosen = self._choose()
         self._kept.extend(chosen)
-        found = sources.quotas()
-        grown = self._history.add(
+        found = run.quotas()
+        grown = self._series.add(
             Snapshot(
                 at=time.time(),
                 answers=state.responses + state.declined,
@@ -119,9 +116,9 @@ class OperatorRoutes:
             )
         )
         if self.viewers:
-            value = {**self._now(sources), "row": self._history.newest()}
+            value = {**self._now(run), "row": self._series.newest()}
             if grown:
-                value["whole"] = self._history.whole()
+                value["whole"] = self._series.whole()
             value["recent"] = [_listed(one) for one in chosen]
             self._tick = _event("tick", value)
             for viewer in self.viewers:
@@ -135,14 +132,14 @@ class OperatorRoutes:
         left_out = set(usual[:-LISTED_A_TICK])
         return [one for one in fresh if one.serial not in left_out]
 
-    def _now(self, sources: Sources) -> dict[str, Any]:
+    def _now(self, run: ServedRun) -> dict[str, Any]:
         """What a tick says; JSON values."""
-        service, observer = sources.service, self._observer
+        service, observer = run.service, self._observer
         cause = service.state.cause
-        found = zip(sources.quotas(), self._history.rates(), strict=True)
+        found = zip(run.quotas(), self._series.rates(), strict=True)
         return {
             "at": time.time(),
-            "status": sources.status(),
+            "status": run.status(),
             "failure": None
             if cause is None
             else {
@@ -151,7 +148,7 @@ class OperatorRoutes:
                 "remedy": remedy(cause.cause),
                 "going_on": GOING_ON,
             },
-            "oldest_seconds": sources.oldest_seconds(),
+            "oldest_seconds": run.oldest_seconds(),
             "helper_failures": dict(observer.helper_failures),
             "quotas": [
                 {
@@ -174,15 +171,15 @@ class OperatorRoutes:
     # --- pages ------------------------------------------------------------------------------------
 
     async def _page(self, request: EdgeRequest, query: str) -> Reply:
-        return _deliver(request, HTML, "text/html; charset=utf-8", HEADERS)
+        return answer(request, HTML, content_type="text/html; charset=utf-8", extra=HEADERS)
 
     async def _metrics(self, request: EdgeRequest, query: str) -> Reply:
-        body, content_type = exposition(self._need(), request.headers.get("Accept", ""))
-        return _deliver(request, body, content_type)
+        body, content_type = exposition(self._ready.now(), request.headers.get("Accept", ""))
+        return answer(request, body, content_type=content_type)
 
     async def _recent(self, request: EdgeRequest, query: str) -> Reply:
         """``recent?serial=N``: one of the last requests, its whole query and its passages."""
-        self._need()
+        self._ready.now()
         name, _, value = query.partition("=")
         if name != "serial" or not (value.isascii() and value.isdigit() and len(value) < 16):
             raise errors.OPERATOR_REQUEST("name one request: recent?serial=NUMBER")
@@ -190,13 +187,13 @@ class OperatorRoutes:
             if one.serial == int(value):
                 head = orjson.dumps({**_listed(one), "query": _query(one)})
                 body = head[:-1] + b',"documents":' + (one.documents_json or b"null") + b"}"
-                return _deliver(request, body, "application/json")
+                return answer(request, body)
         raise errors.NO_SUCH_PAGE(
             "this request is no longer among the last ones; the ledger has it"
         )
 
     async def _events(self, request: EdgeRequest, query: str) -> web.StreamResponse:
-        sources = self._need()
+        run = self._ready.now()
         if len(self.viewers) >= VIEWERS_MAX or self._closing.is_set():
             raise errors.TOO_MANY_VIEWERS(f"{VIEWERS_MAX} pages are open already")
         viewer = asyncio.Event()
@@ -204,7 +201,7 @@ class OperatorRoutes:
         self.viewers.add(viewer)
         try:
             await stream.prepare(request)
-            await stream.write(b"retry: %d\n\n" % RETRY_MILLISECONDS + self._hello(sources))
+            await stream.write(b"retry: %d\n\n" % RETRY_MILLISECONDS + self._hello(run))
             while not self._closing.is_set():
                 await viewer.wait()
                 viewer.clear()
@@ -217,29 +214,24 @@ class OperatorRoutes:
             self.viewers.discard(viewer)
         return stream
 
-    def _hello(self, sources: Sources) -> bytes:
+    def _hello(self, run: ServedRun) -> bytes:
         return _event(
             "hello",
             {
-                **self._now(sources),
+                **self._now(run),
                 "about": {
                     **self._about,
                     "version": __version__,
                     "started_at": self._observer.started_at,
-                    "claim_sha256": sources.service.state.claim_sha256,
+                    "claim_sha256": run.service.state.claim_sha256,
                 },
-                "facts": self._facts,
+                "facts": run.facts,
                 "columns": COLUMNS,
-                "latest": self._history.latest(),
-                "whole": self._history.whole(),
+                "latest": self._series.latest(),
+                "whole": self._series.whole(),
                 "recent": [_listed(one) for one in list(self._kept)[-LISTED:]],
             },
         )
-
-    def _need(self) -> Sources:
-        if self._sources is None:
-            raise errors.NOT_READY("the index is still loading")
-        return self._sources
 
 
 def _event(name: str, value: Any) -> bytes:
@@ -262,11 +254,3 @@ def _listed(one: Recent) -> dict[str, Any]:
 
 def _query(one: Recent) -> str:
     return utf8_safe(readable_query(one.words)) if one.words else ""
-
-
-def _deliver(
-    request: EdgeRequest, body: bytes, content_type: str, extra: Mapping[str, str] | None = None
-) -> Reply:
-    close = not request.keep_alive
-    head = response_head(200, len(body), content_type=content_type, close=close, extra=extra)
-    return request.deliver(head, body)

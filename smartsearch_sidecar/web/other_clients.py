@@ -1,14 +1,15 @@
 """The routes of other trainers' clients, under the execute capability.
 
-As ``/execute``, with two differences. A batch's body may be large, so it is parsed before its slot
-and off the loop. And a client that turns every error status into an empty text is told of a failure
-in the one way it does not swallow (``contract_search.Form.surfaces``).
+Apart from `app`, its one importer, because its callers are others: a file a caller.
+They serve as ``/execute`` does, with two differences. A batch's body may be large, so it is parsed
+before its slot and off the loop. And some clients turn every error status into an empty text: such
+a client is told of a failure in the one way that reaches its log (``Form.surfaces`` of the
+contract).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 from smartsearch_sidecar import errors
@@ -21,18 +22,15 @@ from smartsearch_sidecar.contract.other_clients import (
     read_searches,
     render_failure,
 )
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.search.batch import search_many
-from smartsearch_sidecar.search.service import Answer, Service
-from smartsearch_sidecar.web.edge import EdgeRequest, Reply
-from smartsearch_sidecar.web.routes import error_payload, status_of
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.exchange import answer_search, parse, read_body, refuse
+from smartsearch_sidecar.web.ready import Ready
+from smartsearch_sidecar.web.routes import error_payload
 
-PARSE_ON_LOOP_BYTES_MAX: Final = 65_536  # strict parsing of more would hold the loop for long
 SEGMENTS: Final = {"search": ("search", "batch_search"), "retrieve": ("retrieve",)}
-
-ReadBody = Callable[[EdgeRequest, int], Awaitable[bytes]]
-Ready = Callable[[EdgeRequest], Awaitable[Service]]
-HandOver = Callable[[EdgeRequest, Service, Answer], Reply]
-Refuse = Callable[[errors.SidecarError, str], Awaitable[errors.SidecarError]]
 
 
 class SearchRoutes:
@@ -40,25 +38,21 @@ class SearchRoutes:
 
     def __init__(
         self,
+        ready: Ready,
+        observer: Observer,
         routes: Collection[str],
         *,
         retrieve_topk: int,
         body_bytes_max: int,
-        read_body: ReadBody,
-        ready: Ready,
-        hand_over: HandOver,
-        refuse: Refuse,
+        body_seconds: float,
     ) -> None:
-        """``ready`` gives the service once it serves; ``refuse`` counts a refusal, durably where
-        it closes the latch, and returns what is to be answered.
-        """
+        """``body_bytes_max`` bounds a single search; a batch has the contract's bound."""
+        self._ready = ready
+        self._observer = observer
         self._top_n = {"search": TOP_N, "batch_search": TOP_N, "retrieve": retrieve_topk}
         self._segments = {name for route in routes for name in SEGMENTS.get(route, ())}
         self._body_bytes_max = body_bytes_max
-        self._read_body = read_body
-        self._ready = ready
-        self._hand_over = hand_over
-        self._refuse = refuse
+        self._body_seconds = body_seconds
 
     def serves(self, segment: str) -> bool:
         """Whether a POST to this segment is answered here."""
@@ -69,21 +63,16 @@ class SearchRoutes:
         form: Form | None = None
         try:
             bytes_max = self._body_bytes_max if segment == "search" else BATCH_BYTES_MAX
-            body = await self._read_body(request, bytes_max)
-            if len(body) > PARSE_ON_LOOP_BYTES_MAX:
-                value = await asyncio.to_thread(strict_json, body)
-            else:
-                value = strict_json(body)
+            body = await read_body(request, bytes_max, self._body_seconds)
+            value = await parse(body, strict_json)
             form = read_form(segment, value)
             asked = read_searches(form, value, self._top_n[segment])
-            service = await self._ready(request)
-            answer = await search_many(service, asked, began=request.began, gone=request.gone)
+            run = await self._ready.wait(request.began)
+            found = await search_many(run.service, asked, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:
-            return self._error(request, await self._refuse(exc, segment), form)
-        return self._hand_over(request, service, answer)
-
-    def _error(self, request: EdgeRequest, exc: errors.SidecarError, form: Form | None) -> Reply:
-        payload = error_payload(exc)
-        if form is not None and form.surfaces:
-            return request.refuse(200, render_failure(payload))
-        return request.refuse(status_of(exc), payload)
+            answered = await self._ready.settle(exc)
+            self._observer.requests[segment, answered.code] += 1
+            if form is not None and form.surfaces:
+                return request.refuse(200, render_failure(error_payload(answered)))
+            return refuse(request, answered)
+        return answer_search(request, run, found, segment)

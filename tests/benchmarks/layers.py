@@ -22,8 +22,9 @@ from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.run.record import Draft, Kind, draft, encode_line
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.run.state import RunState
-from smartsearch_sidecar.web.edge import EdgeRequest, EdgeServer, Reply, listen, response_head
-from smartsearch_sidecar.web.edge import serve as serve_edge
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply, response_head
+from smartsearch_sidecar.web.edge.server import EdgeServer, listen
 from smartsearch_sidecar.web.routes import Capabilities, declared_length, require_json
 from tests.benchmarks.instant import Instant
 from tests.fakes.served import ENVIRONMENT, INTERNAL_CAPABILITY
@@ -154,7 +155,7 @@ async def serve(
     """Serves the layers up to ``number`` on a free port."""
     stack = Stack(number, capability, payload, folder)
     await stack.open()
-    server: EdgeServer = serve_edge(
+    server = EdgeServer(
         stack.handle,
         observer=Observer(),
         capability_marker=stack.capability_marker,

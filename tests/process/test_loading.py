@@ -10,10 +10,11 @@ import aiohttp
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.process.daemon import Daemon
+from smartsearch_sidecar.process.daemon import EXIT_LATCHED, Daemon
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
+from smartsearch_sidecar.search.service import Service
 from tests.fakes.raised import raises
 from tests.fakes.served import EXECUTE_CAPABILITY, configured, native_body
 from tests.fakes.until import until
@@ -117,3 +118,33 @@ async def test_an_index_found_damaged_while_it_is_verified(
     with raises(errors.INDEX_UNUSABLE, match=name):
         await Daemon(config).run()
     assert not await asyncio.to_thread((tmp_path / "run" / "claim.json").exists)
+
+
+async def test_a_failure_while_it_loads_closes_the_latch_of_the_run_to_come(
+    tmp_path: Path, index: tuple[Path, Manifest]
+) -> None:
+    """There is no run yet to end; the first failure is kept, and the claimed run begins latched."""
+    folder, _ = index
+    held = Held()
+    ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+    daemon = Daemon(
+        configured(tmp_path / "run", retrieval__bm25__index=str(folder)),
+        progress=held,
+        on_ready=lambda endpoints, service: ready.set_result(service),
+    )
+    task = asyncio.create_task(daemon.run())
+    await until(lambda: held.in_the_middle or task.done())
+    for target in (f"/{EXECUTE_CAPABILITY}/execute", "/a-strangers/execute"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", daemon.port)
+        writer.write(f"POST {target} HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n".encode())
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    assert not ready.done()
+    held.go.set()
+    service = await ready
+    cause = service.state.cause
+    assert cause is not None
+    assert cause.cause == errors.BAD_MESSAGE.closes_as
+    assert cause.detail.startswith("while loading: bytes that are not HTTP")
+    daemon.stop()
+    assert await task == EXIT_LATCHED

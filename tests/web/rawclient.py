@@ -9,7 +9,9 @@ import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from smartsearch_sidecar.web import edge
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply, response_head
+from smartsearch_sidecar.web.edge.server import EdgeServer, Handler, drain, listen
 from tests.fakes.until import until
 
 PATIENCE = 10.0  # seconds until a wait in a test is a finding
@@ -150,7 +152,7 @@ class Recorder:
 class Served:
     """A server under test; ``lost`` holds the stage of every answer its default handler lost."""
 
-    server: edge.EdgeServer
+    server: EdgeServer
     listener: asyncio.Server
     address: tuple[str, int]
     seen: Recorder
@@ -167,7 +169,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    handler: edge.Handler | None = None,
+    handler: Handler | None = None,
     *,
     keepalive_seconds: float = 75,
     connections_max: int = 4096,
@@ -176,16 +178,16 @@ async def serving(
     """A served edge; without a handler, one that answers what it was sent. Nothing may be left."""
     seen, lost, loop_errors = Recorder(), list[str](), list[str]()
 
-    async def echo(request: edge.EdgeRequest) -> edge.Reply:
+    async def echo(request: EdgeRequest) -> Reply:
         body = await request.body(int(request.headers.get("Content-Length", "0")), PATIENCE)
         answer = request.raw_target.encode("utf-8", "surrogateescape") + b" " + body
-        head = edge.response_head(200, len(answer), close=not request.keep_alive)
+        head = response_head(200, len(answer), close=not request.keep_alive)
         return request.deliver(head, answer, lost.append)
 
     asyncio.get_running_loop().set_exception_handler(
         lambda _, context: loop_errors.append(repr(context))
     )
-    server = edge.serve(
+    server = EdgeServer(
         handler or echo,
         observer=seen,
         capability_marker=MARKER,
@@ -195,12 +197,12 @@ async def serving(
     )
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
-    listener = await edge.listen(server, sock)
+    listener = await listen(server, sock)
     try:
         yield Served(server, listener, sock.getsockname(), seen, lost, loop_errors)
     finally:
         listener.close()
-        await edge.drain(server, PATIENCE)
+        await drain(server, PATIENCE)
         await listener.wait_closed()
         assert not server.open
         assert not server.tasks

@@ -12,7 +12,15 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web import edge
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import (
+    AFTER_WRITE,
+    BEFORE_WRITE,
+    INTERNAL_ERROR,
+    Reply,
+    response_head,
+)
+from smartsearch_sidecar.web.edge.server import Handler
 from tests.fakes.until import until
 from tests.web.rawclient import (
     PATIENCE,
@@ -29,11 +37,11 @@ CLOSE = ("Connection: close",)
 
 
 def answering(
-    request: edge.EdgeRequest,
+    request: EdgeRequest,
     payload: bytes = OK,
     on_lost: Callable[[str], None] | None = None,
-) -> edge.Reply:
-    head = edge.response_head(200, len(payload), close=not request.keep_alive)
+) -> Reply:
+    head = response_head(200, len(payload), close=not request.keep_alive)
     return request.deliver(head, payload, on_lost)
 
 
@@ -56,7 +64,7 @@ async def test_target_and_method_reach_the_handler_as_sent() -> None:
     """Every form of target arrives byte for byte, so that a handler can compare it raw."""
     seen: list[tuple[str, str, str]] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         seen.append((request.method, request.raw_target, str(request.rel_url)))
         return answering(request)
 
@@ -79,7 +87,7 @@ async def test_versions_before_and_after_ours_are_shown_to_the_handler_and_close
     """The parser takes HTTP/0.9, 1.0 and 2.0; the handler sees which, and none is kept."""
     seen: list[tuple[int, int]] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         seen.append((request.version.major, request.version.minor))
         return answering(request)
 
@@ -96,7 +104,7 @@ async def test_began_is_the_first_byte_of_each_request() -> None:
     """The clock of a request starts with its first byte, not with its last or its neighbour's."""
     began: list[float] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         began.append(request.began)
         await request.body(2, PATIENCE)
         return answering(request)
@@ -139,7 +147,7 @@ async def test_late_or_short_body_is_an_invalid_body() -> None:
     raised: list[str] = []
     reading = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         asyncio.get_running_loop().call_soon(reading.set)
         try:
             await request.body(4, 0.05 if request.raw_target == "/late" else PATIENCE)
@@ -184,7 +192,7 @@ async def test_whole_body_of_a_client_that_left_is_not_short() -> None:
     lost: list[str] = []
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         await gate.wait()
         bodies.append(await request.body(4, PATIENCE))
         return answering(request, on_lost=lost.append)
@@ -199,13 +207,13 @@ async def test_whole_body_of_a_client_that_left_is_not_short() -> None:
         await served.emptied()
         assert served.seen.silent
     assert bodies == [b"body"]
-    assert lost == [edge.BEFORE_WRITE]
+    assert lost == [BEFORE_WRITE]
 
 
 async def test_client_that_asks_first_is_told_to_go_on_when_its_body_is_wanted() -> None:
     """`Expect: 100-continue` is answered by taking the body, and by a refusal not at all."""
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         if request.raw_target == "/refused":
             return request.refuse(413, b"{}")
         return answering(request, await request.body(5, PATIENCE))
@@ -230,7 +238,7 @@ async def test_client_that_asks_first_is_told_to_go_on_when_its_body_is_wanted()
 async def test_refused_body_still_lets_its_sender_read_the_refusal() -> None:
     """A sender of a megabyte nobody reads gets the whole answer and a clean end, not a reset."""
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         return request.refuse(413, b'{"error":{}}')
 
     async with serving(handler) as served:
@@ -247,7 +255,7 @@ async def test_refused_body_still_lets_its_sender_read_the_refusal() -> None:
 
 def test_response_head_is_made_of_constants() -> None:
     """Every head carries type, length, date and both protections, and no name of a server."""
-    kept = edge.response_head(200, 12, close=False).split(b"\r\n")
+    kept = response_head(200, 12, close=False).split(b"\r\n")
     assert [line for line in kept if not line.startswith(b"Date: ")] == [
         b"HTTP/1.1 200 OK",
         b"Content-Type: application/json",
@@ -258,14 +266,12 @@ def test_response_head_is_made_of_constants() -> None:
         b"",
     ]
     assert len(kept) == 8
-    closed = edge.response_head(
-        405, 0, content_type="text/plain", close=True, extra={"Allow": "POST"}
-    )
+    closed = response_head(405, 0, content_type="text/plain", close=True, extra={"Allow": "POST"})
     assert closed.startswith(b"HTTP/1.1 405 Method Not Allowed\r\nContent-Type: text/plain\r\n")
     assert closed.endswith(b"\r\nAllow: POST\r\nConnection: close\r\n\r\n")
     for bad in ({"Allow": "POST\r\nX: y"}, {"A\n": "b"}, {"A": "b\0"}, {"A\r\nB": "c", "D": "e"}):
         with pytest.raises(errors.InvariantBroken):
-            edge.response_head(405, 0, close=True, extra=bad)
+            response_head(405, 0, close=True, extra=bad)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +333,7 @@ async def test_pipelined_requests_nobody_handled_are_reported_when_their_client_
     """Whole requests behind one at work are not forgotten when the connection ends."""
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         await gate.wait()
         return answering(request)
 
@@ -349,7 +355,7 @@ async def test_big_answer_reaches_a_slow_reader_whole_and_holds_no_handler() -> 
     returned = asyncio.Event()
     lost: list[str] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         reply = answering(request, payload, lost.append)
         asyncio.get_running_loop().call_soon(returned.set)
         return reply
@@ -373,7 +379,7 @@ async def test_reader_that_takes_nothing_is_dropped_and_its_answer_lost() -> Non
     """A client that never reads a large answer does not hold its connection for ever."""
     lost: list[str] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         return answering(request, b"x" * 8_000_000, lost.append)
 
     async with serving(handler, stall_seconds=0.5) as served:
@@ -381,7 +387,7 @@ async def test_reader_that_takes_nothing_is_dropped_and_its_answer_lost() -> Non
         await client.send(message())
         await until(lambda: bool(lost))
         await served.emptied()
-        assert lost == [edge.AFTER_WRITE]
+        assert lost == [AFTER_WRITE]
         assert served.seen.silent
         client.close()
 
@@ -401,20 +407,20 @@ async def test_accepted_connections_inherit_the_stall_bound() -> None:
 # --- failing handlers -----------------------------------------------------------------------------
 
 
-async def returns_nothing(request: edge.EdgeRequest) -> edge.Reply:
+async def returns_nothing(request: EdgeRequest) -> Reply:
     return None  # type: ignore[return-value]
 
 
-async def returns_a_reply_of_nobody(request: edge.EdgeRequest) -> edge.Reply:
-    return edge.Reply(keep_alive=True)
+async def returns_a_reply_of_nobody(request: EdgeRequest) -> Reply:
+    return Reply(keep_alive=True)
 
 
-async def returns_a_broken_response(request: edge.EdgeRequest) -> web.StreamResponse:
+async def returns_a_broken_response(request: EdgeRequest) -> web.StreamResponse:
     return web.Response(headers={"X": "a\r\nb"})
 
 
-def raising(exc: BaseException) -> edge.Handler:
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+def raising(exc: BaseException) -> Handler:
+    async def handler(request: EdgeRequest) -> Reply:
         raise exc
 
     return handler
@@ -434,7 +440,7 @@ def raising(exc: BaseException) -> edge.Handler:
     ],
 )
 async def test_failing_handler_is_answered_by_a_constant_and_reported(
-    handler: edge.Handler, name: str, caplog: pytest.LogCaptureFixture
+    handler: Handler, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever a handler raises or returns, its client gets our 500 and nothing is logged."""
     caplog.set_level(logging.DEBUG, logger="aiohttp")
@@ -442,7 +448,7 @@ async def test_failing_handler_is_answered_by_a_constant_and_reported(
         client = await served.connect()
         await client.send(message())
         answer = await client.answer()
-        assert (answer.status, answer.body) == (500, edge.INTERNAL_ERROR)
+        assert (answer.status, answer.body) == (500, INTERNAL_ERROR)
         assert json.loads(answer.body)["error"]["code"] == "internal_error"
         assert await client.closed()
         client.close()
@@ -454,7 +460,7 @@ async def test_failing_handler_is_answered_by_a_constant_and_reported(
 async def test_second_answer_is_a_crash_and_the_first_stays_whole() -> None:
     """A handler that answers twice, or fails after its answer, adds no byte to it."""
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply | web.StreamResponse:
+    async def handler(request: EdgeRequest) -> Reply | web.StreamResponse:
         reply = answering(request)
         if request.raw_target == "/response":
             return web.Response(text="second")
@@ -484,7 +490,7 @@ async def test_ordinary_responses_and_streams_work_and_carry_the_protections(
     """A handler may return aiohttp's own responses; none is logged, stored, or names a server."""
     caplog.set_level(logging.DEBUG, logger="aiohttp")
 
-    async def handler(request: edge.EdgeRequest) -> web.StreamResponse:
+    async def handler(request: EdgeRequest) -> web.StreamResponse:
         if request.raw_target == "/page":
             return web.Response(text="page", headers={"Cache-Control": "max-age=5"})
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -520,7 +526,7 @@ async def test_viewer_who_hangs_up_is_nobodys_fault(
     caplog.set_level(logging.DEBUG, logger="aiohttp")
     watching = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> web.StreamResponse:
+    async def handler(request: EdgeRequest) -> web.StreamResponse:
         stream = web.StreamResponse()
         await stream.prepare(request)
         while True:
@@ -542,7 +548,7 @@ async def test_viewer_who_hangs_up_is_nobodys_fault(
 async def test_stream_that_fails_while_its_viewer_stays_is_a_crash() -> None:
     """A fault of ours in the middle of a stream is reported; its viewer sees the stream cut."""
 
-    async def handler(request: edge.EdgeRequest) -> web.StreamResponse:
+    async def handler(request: EdgeRequest) -> web.StreamResponse:
         stream = web.StreamResponse()
         await stream.prepare(request)
         await stream.write(b"data: tick\n\n")

@@ -10,8 +10,16 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web import edge
-from tests.fakes.raised import raises
+from smartsearch_sidecar.web.edge import connection
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import (
+    AFTER_WRITE,
+    AT_WRITE,
+    BEFORE_WRITE,
+    Reply,
+    response_head,
+)
+from smartsearch_sidecar.web.edge.server import EdgeServer, drain
 from tests.fakes.until import until
 from tests.web.rawclient import (
     CAPABILITY,
@@ -31,11 +39,11 @@ CLOSE = ("Connection: close",)
 
 
 def answering(
-    request: edge.EdgeRequest,
+    request: EdgeRequest,
     payload: bytes = OK,
     on_lost: Callable[[str], None] | None = None,
-) -> edge.Reply:
-    head = edge.response_head(200, len(payload), close=not request.keep_alive)
+) -> Reply:
+    head = response_head(200, len(payload), close=not request.keep_alive)
     return request.deliver(head, payload, on_lost)
 
 
@@ -61,7 +69,7 @@ async def test_client_gone_before_the_answer_is_told_exactly_once(
     lost: list[str] = []
     gone: list[bool] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         gone.append(request.gone())
         leave(client)
         if noticed:
@@ -77,14 +85,14 @@ async def test_client_gone_before_the_answer_is_told_exactly_once(
         client.close()
         assert served.seen.silent
     assert gone == [False, True]
-    assert lost == [edge.BEFORE_WRITE]
+    assert lost == [BEFORE_WRITE]
 
 
 async def test_client_whose_next_bytes_wait_in_the_kernel_is_not_gone() -> None:
     """Pipelined bytes are no sign of leaving."""
     gone: list[bool] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         if not gone:
             client.sock.send(message())
         gone.append(request.gone())
@@ -103,10 +111,10 @@ async def test_client_gone_between_the_look_and_the_write_is_told_exactly_once()
     """A reset that arrives while the answer is being written is not missed."""
     lost: list[str] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         payload = Trapdoor(OK)
         payload.spring = client.reset
-        return request.deliver(edge.response_head(200, 11, close=False), payload, lost.append)
+        return request.deliver(response_head(200, 11, close=False), payload, lost.append)
 
     async with serving(handler) as served:
         client = await served.connect()
@@ -114,7 +122,7 @@ async def test_client_gone_between_the_look_and_the_write_is_told_exactly_once()
         await until(lambda: bool(lost))
         await served.emptied()
         assert served.seen.silent
-    assert lost == [edge.AT_WRITE]
+    assert lost == [AT_WRITE]
 
 
 def half_close_then_reset(client: RawClient) -> None:
@@ -140,7 +148,7 @@ async def test_answer_left_unread_is_told_exactly_once(
         await until(lambda: any(c.unread for c in served.server.edges()))
         leave(client)
         await served.emptied()
-        assert served.lost == [edge.AFTER_WRITE]
+        assert served.lost == [AFTER_WRITE]
         assert served.seen.silent
 
 
@@ -151,7 +159,7 @@ async def test_client_that_resets_right_behind_the_write_is_told_exactly_once(
     """The loop may wait for the client's close when the client is already gone."""
     lost: list[str] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         reply = answering(request, on_lost=lost.append)
         client.reset()
         return reply
@@ -162,7 +170,7 @@ async def test_client_that_resets_right_behind_the_write_is_told_exactly_once(
         await until(lambda: bool(lost))
         await served.emptied()
         assert served.seen.silent
-    assert lost == [edge.AFTER_WRITE]
+    assert lost == [AFTER_WRITE]
 
 
 @pytest.mark.parametrize("headers", [(), CLOSE])
@@ -210,15 +218,15 @@ async def test_next_request_proves_the_last_answer_taken() -> None:
         await until(lambda: any(c.unread for c in served.server.edges()))
         client.reset()
         await served.emptied()
-        assert served.lost == [edge.AFTER_WRITE]
+        assert served.lost == [AFTER_WRITE]
 
 
 async def test_answer_nobody_follows_is_written_and_forgotten() -> None:
     """Without `on_lost` a client that leaves changes nothing and is not looked at."""
 
-    answered: list[edge.Reply] = []
+    answered: list[Reply] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         client.close()
         answered.append(answering(request))
         return answered[0]
@@ -238,7 +246,7 @@ async def test_callback_that_raises_is_a_crash_and_the_connection_still_ends() -
     def on_lost(stage: str) -> None:
         raise ValueError(stage)
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         return answering(request, on_lost=on_lost)
 
     async with serving(handler) as served:
@@ -247,7 +255,7 @@ async def test_callback_that_raises_is_a_crash_and_the_connection_still_ends() -
         await until(lambda: any(c.unread for c in served.server.edges()))
         client.reset()
         await served.emptied()
-        assert [str(exc) for exc in served.seen.crashes] == [edge.AFTER_WRITE]
+        assert [str(exc) for exc in served.seen.crashes] == [AFTER_WRITE]
 
 
 # --- connections ----------------------------------------------------------------------------------
@@ -341,7 +349,7 @@ async def test_drain_closes_idle_connections_and_lets_work_finish() -> None:
     """Idle connections end at once, a request at work gets its answer, with `Connection: close`."""
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         await gate.wait()
         return answering(request)
 
@@ -350,7 +358,7 @@ async def test_drain_closes_idle_connections_and_lets_work_finish() -> None:
         await busy.send(message())
         await half.send(message()[:20])
         await until(lambda: served.server.requests_count == 1)
-        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        draining = asyncio.create_task(drain(served.server, PATIENCE))
         assert await idle.closed()
         assert not draining.done()
         gate.set()
@@ -372,7 +380,7 @@ async def test_drain_serves_what_has_arrived_but_was_not_read_yet() -> None:
         await until(lambda: all(c.idle() for c in served.server.edges()))
         for client in clients:
             client.sock.send(message())
-        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        draining = asyncio.create_task(drain(served.server, PATIENCE))
         for client in clients:
             assert (await client.answer()).headers["connection"] == "close"
             client.close()
@@ -385,7 +393,7 @@ async def test_drain_does_not_take_a_page_that_was_sent_for_one_under_way() -> N
     """A connection that has shown a page still gets the answer to what it asks next."""
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply | web.StreamResponse:
+    async def handler(request: EdgeRequest) -> Reply | web.StreamResponse:
         if request.raw_target == "/page":
             return web.Response(text="page")
         await gate.wait()
@@ -397,7 +405,7 @@ async def test_drain_does_not_take_a_page_that_was_sent_for_one_under_way() -> N
         await client.answer()
         await client.send(message())
         await until(lambda: served.server.requests_count == 2)
-        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        draining = asyncio.create_task(drain(served.server, PATIENCE))
         await until(lambda: served.server.draining)
         gate.set()
         assert (await client.answer()).body == OK
@@ -409,12 +417,12 @@ async def test_request_that_meets_the_farewell_of_a_drain_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call that crosses our goodbye gets no answer, so it must not pass unseen."""
-    monkeypatch.setattr(edge, "HALF_CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(connection, "HALF_CLOSE_SECONDS", PATIENCE)
     async with serving() as served:
         client = await served.connect()
         await client.send(message())
         await until(lambda: any(c.unread for c in served.server.edges()))
-        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        draining = asyncio.create_task(drain(served.server, PATIENCE))
         await client.answer()
         assert await client.closed()
         assert await client.send(message())
@@ -428,7 +436,7 @@ async def test_drain_cuts_what_does_not_end_and_counts_it() -> None:
     """Work that outlives the drain is cancelled, with or without a client, and counted."""
     cancelled: list[str] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -443,7 +451,7 @@ async def test_drain_cuts_what_does_not_end_and_counts_it() -> None:
         await until(lambda: served.server.requests_count == 2)
         leaves.close()
         await until(lambda: served.server.open == 1)
-        assert await edge.drain(served.server, 0.1) == 2
+        assert await drain(served.server, 0.1) == 2
         assert await stays.closed()
         stays.close()
     assert sorted(cancelled) == ["/leaves", "/stays"]
@@ -454,7 +462,7 @@ async def test_drain_ends_streams_and_tells_unsent_answers_as_lost() -> None:
     lost: list[str] = []
     watching = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply | web.StreamResponse:
+    async def handler(request: EdgeRequest) -> Reply | web.StreamResponse:
         if request.raw_target == "/big":
             return answering(request, b"x" * 8_000_000, lost.append)
         stream = web.StreamResponse()
@@ -468,7 +476,7 @@ async def test_drain_ends_streams_and_tells_unsent_answers_as_lost() -> None:
         viewer = await served.connect()
         await viewer.send(message(b"", method="GET", target="/events"))
         await watching.wait()
-        cut, _ = await asyncio.gather(edge.drain(served.server, PATIENCE), viewer.rest())
+        cut, _ = await asyncio.gather(drain(served.server, PATIENCE), viewer.rest())
         assert cut == 0
         viewer.close()
         assert served.seen.silent
@@ -477,10 +485,10 @@ async def test_drain_ends_streams_and_tells_unsent_answers_as_lost() -> None:
         reader = await served.connect(4096)
         await reader.send(message(target="/big"))
         await until(lambda: any(c.unread for c in served.server.edges()))
-        assert await edge.drain(served.server, 0.1) == 1
+        assert await drain(served.server, 0.1) == 1
         reader.close()
         assert served.seen.silent
-    assert lost == [edge.AFTER_WRITE]
+    assert lost == [AFTER_WRITE]
 
 
 async def test_drain_waits_to_see_whether_the_last_answers_were_read() -> None:
@@ -491,36 +499,27 @@ async def test_drain_waits_to_see_whether_the_last_answers_were_read() -> None:
             await client.send(message())
         await reads.answer()
         await until(lambda: sum(len(c.unread) for c in served.server.edges()) == 2)
-        draining = asyncio.create_task(edge.drain(served.server, PATIENCE))
+        draining = asyncio.create_task(drain(served.server, PATIENCE))
         assert await reads.closed()
         reads.close()
         leaves.close()
         assert await draining == 0
-        assert served.lost == [edge.AFTER_WRITE]
+        assert served.lost == [AFTER_WRITE]
         assert served.seen.silent
 
 
 # --- what this file leans on ----------------------------------------------------------------------
 
 
-def test_untested_aiohttp_and_its_slow_parser_are_refused_with_the_remedy() -> None:
-    """An aiohttp nobody tested, or one without its C parser, does not start."""
-    edge.check_runtime()
-    with raises(errors.NOT_AVAILABLE, match=r"aiohttp 9\.9\.9 is installed.*install that version"):
-        edge.check_runtime(version="9.9.9")
-    with raises(errors.NOT_AVAILABLE, match="AIOHTTP_NO_EXTENSIONS"):
-        edge.check_runtime(parser="aiohttp.http_parser")
-
-
 async def test_edge_without_bounds_is_refused() -> None:
     """A capability marker that every connection holds, or a bound of zero, is a mistake of ours."""
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         return answering(request)
 
     for capability_marker, seconds, most in ((b"", 75.0, 1), (MARKER, 0.0, 1), (MARKER, 75.0, 0)):
         with pytest.raises(errors.InvariantBroken):
-            edge.serve(
+            EdgeServer(
                 handler,
                 observer=Recorder(),
                 capability_marker=capability_marker,
@@ -571,7 +570,7 @@ async def test_client_lost_before_the_handlers_first_step_has_sent_a_short_body(
     """Between a request and its handler lies a turn of the loop; a client may leave in it."""
     raised: list[errors.SidecarError] = []
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         try:
             await request.body(2, PATIENCE)
         except errors.EdgeRefusal as exc:

@@ -16,7 +16,10 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web import edge
+from smartsearch_sidecar.web.edge import connection
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import BAD_MESSAGE, Reply, response_head
+from smartsearch_sidecar.web.edge.server import drain
 from tests.fakes.until import until
 from tests.web.rawclient import (
     CAPABILITY,
@@ -35,7 +38,7 @@ pytestmark = pytest.mark.both_loops
 @pytest.fixture(autouse=True)
 def long_half_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-close outlasts any pause of this machine: what is tested is what a stranger hears."""
-    monkeypatch.setattr(edge, "HALF_CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(connection, "HALF_CLOSE_SECONDS", PATIENCE)
 
 
 OURS = b"POST " + MARKER + b"execute HTTP/1.1\r\n"
@@ -106,7 +109,7 @@ MALFORMED: dict[str, bytes] = {
 TLS_HELLO = bytes.fromhex("16030100c8010000c403037d0a") + bytes(200)
 
 
-async def answering(request: edge.EdgeRequest) -> edge.Reply:
+async def answering(request: EdgeRequest) -> Reply:
     """As the real handlers: a coded body is refused unread, a plain one is taken whole."""
     length = request.headers.get("Content-Length", "0")
     if "Transfer-Encoding" in request.headers or not length.strip().isdigit():
@@ -114,7 +117,7 @@ async def answering(request: edge.EdgeRequest) -> edge.Reply:
     if int(length) > 1_000_000:
         return request.refuse(413, b'{"error":{"code":"body_size"}}')
     await request.body(int(length), PATIENCE)
-    return request.deliver(edge.response_head(200, 2, close=not request.keep_alive), b"ok")
+    return request.deliver(response_head(200, 2, close=not request.keep_alive), b"ok")
 
 
 async def refused(served: Served, data: bytes, drip: int = 0) -> bytes:
@@ -147,7 +150,7 @@ async def test_malformed_request_gets_the_constant_and_is_attributed(
                 if not drip:
                     assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
                     assert b"\r\nConnection: close\r\n\r\n" in answer
-                    assert answer.endswith(edge.BAD_MESSAGE)
+                    assert answer.endswith(BAD_MESSAGE)
                     assert answer.count(b"HTTP/1.1 4") == 1
                 [(reason, authenticated)] = served.seen.faults
                 assert reason.isidentifier()
@@ -176,7 +179,7 @@ async def test_bytes_of_another_protocol_are_a_strangers(
 ) -> None:
     """A TLS hello or noise is answered, reported as nobody's, and logged nowhere."""
     async with serving(answering) as served:
-        assert (await refused(served, data)).endswith(edge.BAD_MESSAGE)
+        assert (await refused(served, data)).endswith(BAD_MESSAGE)
         assert [owner for _, owner in served.seen.faults] == [False]
     assert not caplog.records
 
@@ -188,7 +191,7 @@ async def test_malformed_request_of_a_client_that_left_is_still_reported(
     """The report does not need the client to stay for its answer."""
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         await gate.wait()
         return await answering(request)
 
@@ -211,7 +214,7 @@ async def test_request_before_malformed_bytes_keeps_its_answer() -> None:
         await client.send(message())
         assert (await client.answer()).status == 200
         await client.send(MALFORMED["unknown method"])
-        assert (await client.answer()).body == edge.BAD_MESSAGE
+        assert (await client.answer()).body == BAD_MESSAGE
         assert await client.closed()
         client.close()
         await served.emptied()
@@ -236,7 +239,7 @@ async def test_bad_chunk_ends_the_body_for_whoever_reads_it() -> None:
     raised: list[errors.SidecarError] = []
     reading = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         asyncio.get_running_loop().call_soon(reading.set)
         try:
             await request.body(4, 10 * PATIENCE)
@@ -370,7 +373,7 @@ async def test_bytes_behind_an_upgrade_are_reported_and_never_served(
     """A request for another protocol is answered as it stands; what is tunnelled is refused."""
     gate = asyncio.Event()
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply | web.StreamResponse:
+    async def handler(request: EdgeRequest) -> Reply | web.StreamResponse:
         await gate.wait()
         return web.Response(text="as it stands") if response else await answering(request)
 
@@ -414,7 +417,7 @@ async def test_two_thousand_idle_connections_disturb_nobody() -> None:
             newcomer = await served.connect()
             assert await idle[0].closed()
             assert served.seen.overflows == 0
-            assert await edge.drain(served.server, PATIENCE) == 0
+            assert await drain(served.server, PATIENCE) == 0
             for one in (*idle, client, newcomer):
                 one.close()
             assert not served.seen.faults
@@ -471,7 +474,7 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
     rng = random.Random(seed)
     handled = 0
 
-    async def handler(request: edge.EdgeRequest) -> edge.Reply:
+    async def handler(request: EdgeRequest) -> Reply:
         nonlocal handled
         handled += 1
         try:
@@ -496,7 +499,7 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
             await served.emptied()
             assert CAPABILITY not in answer, data
             assert len(served.seen.faults) <= 1, data
-            if edge.BAD_MESSAGE in answer:
+            if BAD_MESSAGE in answer:
                 assert served.seen.faults, data
             for _, authenticated in served.seen.faults:
                 assert authenticated is (MARKER in data), data

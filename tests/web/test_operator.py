@@ -14,8 +14,14 @@ import aiohttp
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.history import COLUMNS, WHOLE_ROWS, History, Snapshot, quantile
 from smartsearch_sidecar.web.operator import KEPT, LISTED_A_TICK, VIEWERS_MAX
+from smartsearch_sidecar.web.page_series import (
+    COLUMNS,
+    WHOLE_ROWS,
+    PageSeries,
+    Snapshot,
+    quantile,
+)
 from tests.fakes.disk import ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
@@ -256,7 +262,7 @@ async def _serve_slowly(
             async with session.get(url) as answer:
                 statuses[page] = answer.status
     opened.set()
-    await until(lambda: daemon.app.operator._sources is not None)
+    await until(lambda: daemon.app._ready.run is not None)
     daemon.stop()
     assert await task == 0
     return statuses
@@ -311,7 +317,7 @@ def test_quantile_lies_in_its_bucket(
 
 def test_history_of_days_takes_a_fixed_amount() -> None:
     """After three days the whole run is there in few rows, its peaks and its sums kept."""
-    history = History((1.0,))
+    history = PageSeries((1.0,))
     seconds = 3 * 86_400
     for at in range(0, seconds, 10):
         history.add(snapshot(float(at), at, waiting=7 if at == 100_000 else 0))
@@ -326,7 +332,7 @@ def test_history_of_days_takes_a_fixed_amount() -> None:
 
 def test_rates_wait_for_enough_to_go_by() -> None:
     """A run that has just begun projects no end; later the rate is that of the latest rows."""
-    history = History((1.0,))
+    history = PageSeries((1.0,))
     history.add(snapshot(0.0))
     history.add(snapshot(5.0, 500))
     assert history.rates() == [0.0]

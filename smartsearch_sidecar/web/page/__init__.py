@@ -1,7 +1,7 @@
-"""The operator's page: one file, read when the module is, served as it is.
+"""The operator's page: one file, read when this module is imported, served as it is.
 
 Its script and style stand in it, and the policy names them by their digests: a browser runs nothing
-else, whatever a query or a passage holds.
+else, even where a query or a passage holds a script.
 """
 
 from __future__ import annotations

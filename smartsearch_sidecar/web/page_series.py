@@ -1,9 +1,10 @@
 """What the page's charts show: a run over time, in a fixed amount of memory.
 
-Two series of the same rows. The last ten minutes keep every tick; the whole run keeps at most
+Apart from `operator`, its one importer: arithmetic without I/O or a clock. Two series of the same
+rows. The last ten minutes keep every tick; the whole run keeps at most
 ``WHOLE_ROWS``, and where they are used up every second one goes and the step doubles: after a day
 a row stands for some minutes. A row is computed from two snapshots of running totals, so that
-nothing is lost where rows are merged.
+rows can be merged without a loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 TICK_SECONDS: Final = 1.0
 LATEST_ROWS: Final = 600  # ten minutes of ticks
 WHOLE_ROWS: Final = 360
-RATE_SECONDS: Final = 10.0  # less says nothing of when a quota ends
+RATE_SECONDS: Final = 10.0  # a shorter time is too little to say when a quota ends
 WHOLE_STEP_SECONDS: Final = 5.0  # at first: half an hour, then doubled
 
 COLUMNS: Final = ("at", "answers", "p50", "p95", "waiting", "in_service", "scores", "left")
@@ -42,8 +43,9 @@ class Snapshot:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value under which ``share`` of the counted ones lie, even within a bucket; None of none.
+    """The value under which ``share`` of the counted ones lie, even within a bucket.
 
+    None where all counts are 0.
     ``counts`` has one more than ``bounds``; what lies over the last is taken to lie at it.
     """
     left = sum(counts) * share
@@ -58,7 +60,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
     return low
 
 
-class History:
+class PageSeries:
     """The two series of one process."""
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -1,0 +1,82 @@
+"""What every route does with a request: read its body, answer it, refuse it.
+
+Functions without state; the route files (`app`, `other_clients`, `internal`, `operator`) call them
+with the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import orjson
+
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.search.service import Answer
+from smartsearch_sidecar.web.edge.request import EdgeRequest
+from smartsearch_sidecar.web.edge.response import Reply, response_head
+from smartsearch_sidecar.web.ready import ServedRun
+from smartsearch_sidecar.web.routes import declared_length, error_payload, require_json, status_of
+
+PARSE_ON_LOOP_BYTES_MAX: Final = 65_536  # strict parsing of more holds the loop for milliseconds
+
+T = TypeVar("T")
+
+
+async def read_body(request: EdgeRequest, bytes_max: int, seconds: float) -> bytes:
+    """The JSON body, at most ``bytes_max`` bytes, within ``seconds``.
+
+    Raises:
+        InvalidBody: its length is not declared exactly once, or it does not arrive whole in time.
+        BodySize: it is empty or too large.
+        ContentType: it is not declared as JSON.
+    """
+    headers = request.headers
+    length = declared_length(
+        "Transfer-Encoding" in headers, headers.getall("Content-Length", []), bytes_max
+    )
+    require_json(headers.get("Content-Type", ""))
+    return await request.body(length, seconds)
+
+
+async def parse(body: bytes, rule: Callable[[bytes], T]) -> T:
+    """What ``rule`` makes of the body; off the loop where the body is large."""
+    if len(body) > PARSE_ON_LOOP_BYTES_MAX:
+        return await asyncio.to_thread(rule, body)
+    return rule(body)
+
+
+def answer(
+    request: EdgeRequest,
+    payload: bytes,
+    *,
+    status: int = 200,
+    content_type: str = "application/json",
+    extra: Mapping[str, str] | None = None,
+) -> Reply:
+    """Hand over an answer whose loss does not matter to the run."""
+    close = not request.keep_alive
+    head = response_head(status, len(payload), content_type=content_type, close=close, extra=extra)
+    return request.deliver(head, payload)
+
+
+def answer_json(request: EdgeRequest, status: int, value: Any) -> Reply:
+    """The same, of a value."""
+    return answer(request, orjson.dumps(value), status=status)
+
+
+def answer_search(request: EdgeRequest, run: ServedRun, found: Answer, route: str) -> Reply:
+    """Hand a rollout its answer; if its client has not taken it, the loss is recorded."""
+    number, others = found.number, found.others
+    run.observer.requests[route, "ok" if number is not None else "declined"] += 1
+    run.observer.service.observe(asyncio.get_running_loop().time() - request.began)
+    head = response_head(200, len(found.payload), close=not request.keep_alive)
+    return request.deliver(
+        head, found.payload, lambda stage: run.service.undelivered(number, stage, others)
+    )
+
+
+def refuse(request: EdgeRequest, exc: errors.SidecarError) -> Reply:
+    """Hand over the error answer of a failure's row."""
+    return request.refuse(status_of(exc), error_payload(exc))
