@@ -432,7 +432,7 @@ def raising(exc: BaseException) -> Handler:
         (raising(ValueError(TARGET)), "ValueError"),
         (raising(TimeoutError()), "TimeoutError"),
         (raising(ConnectionResetError()), "ConnectionResetError"),
-        (raising(errors.INVALID_BODY(TARGET)), "InvalidBody"),
+        (raising(errors.INVALID_BODY(TARGET)), "EdgeRefusal"),
         (raising(web.HTTPNotFound(text=TARGET)), "InvariantBroken"),
         (returns_nothing, "InvariantBroken"),
         (returns_a_reply_of_nobody, "InvariantBroken"),

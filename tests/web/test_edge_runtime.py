@@ -232,6 +232,7 @@ def test_without_a_name_the_package_still_says_so() -> None:
 import asyncio
 from aiohttp import web_protocol
 del web_protocol._ErrInfo
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.web.edge.server import EdgeServer
 
 async def main():
@@ -239,7 +240,7 @@ async def main():
         EdgeServer(
             None, observer=None, capability_marker=b"/c/", keepalive_seconds=1, connections_max=1
         )
-    except NotAvailable as exc:
+    except errors.UsageError as exc:
         print(exc)
 
 asyncio.run(main())
