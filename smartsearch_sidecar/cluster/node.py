@@ -25,7 +25,7 @@ from smartsearch_sidecar.cluster.nodestate import NodeState, Registration
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts
 from smartsearch_sidecar.config import Cluster
-from smartsearch_sidecar.run.state import Cause
+from smartsearch_sidecar.run.record import Cause
 
 LATCH: Final = "latch"
 STATE: Final = "state"

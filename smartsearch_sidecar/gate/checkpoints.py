@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
-from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.ledger.receipts import FORMAT
+from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.gate.cluster import ClusterRun
 
-RECEIPT_FORMAT = 1
 SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: this is for stragglers
 STEP_MAX = 2**53
 PATH_CHARACTERS_MAX = 4096
@@ -68,23 +68,23 @@ async def take_checkpoint(
 
     Raises ``LedgerFailed`` where neither can be recorded.
     """
-    state = service.state
+    state, recorder = service.run.state, service.run.recorder
     about: dict[str, Any] = {}
-    nodes: dict[str, Any] = {}
+    nodes: dict[str, Any] | None = None
     if cluster_run is None:
         word = await check(service, settle_seconds)
     else:
-        word, about["cluster"], nodes["nodes"] = await cluster_run.verdict(service, settle_seconds)
-    data: dict[str, Any] = {
-        "step": wanted.step,
-        "path": wanted.path,
-        "manifest_sha256": wanted.manifest_sha256,
-    }
+        word, about["cluster"], nodes = await cluster_run.verdict(service, settle_seconds)
+    # Nothing is awaited between the check and the record: what was checked is what is recorded.
     if word != "healthy":
-        # Nothing can be awaited between the check and the record: what was checked is recorded.
-        refusal = {**data, "state": word}
-        number = state.checkpoints_refused + 1
-        await service.recorder.record(Kind.CHECKPOINT_REFUSED, number, refusal)
+        refused = CheckpointRefused(
+            number=state.checkpoints_refused + 1,
+            step=wanted.step,
+            path=wanted.path,
+            manifest_sha256=wanted.manifest_sha256,
+            state=word,
+        )
+        await recorder.post_for_receipt(refused)
         return False, {
             "accepted": False,
             "step": wanted.step,
@@ -92,16 +92,21 @@ async def take_checkpoint(
             **counts(service),
             **about,
         }
-    number = state.checkpoints_accepted + 1
-    data["occurrence"] = state.checkpoint_steps[wanted.step] + 1
-    data["usage"] = state.usage()
-    data |= nodes
-    receipt = await service.recorder.record(Kind.CHECKPOINT_ACCEPTED, number, data)
+    accepted = CheckpointAccepted(
+        number=state.checkpoints_accepted + 1,
+        step=wanted.step,
+        path=wanted.path,
+        manifest_sha256=wanted.manifest_sha256,
+        occurrence=state.checkpoint_steps[wanted.step] + 1,
+        usage=state.usage(),
+        nodes=nodes,
+    )
+    receipt = await recorder.post_for_receipt(accepted)
     return True, {
-        "format": RECEIPT_FORMAT,
+        "format": FORMAT,
         "accepted": True,
-        "number": number,
-        **data,
+        "number": accepted.number,
+        **accepted.to_data(),
         "seq": receipt.seq,
         "head": receipt.head,
         "claim_sha256": state.claim_sha256,

@@ -26,15 +26,15 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import check, counts, pending, status_report
 from smartsearch_sidecar.ledger.claim import versions
 from smartsearch_sidecar.reward.provenance import AnswerDigests, block_digest, block_of
-from smartsearch_sidecar.run.record import claim_digest
-from smartsearch_sidecar.run.reward_state import quotas_of
+from smartsearch_sidecar.run.line import claim_digest
+from smartsearch_sidecar.run.record import SplitQuotas
 from smartsearch_sidecar.search.service import Service
 
 REMEMBERED_AT_ONCE: Final = 1024  # digests read from an old journal between two turns of the loop
 
 
 class ClusterRun:
-    """This node among the run's; the ``Allowance`` of its service and scoring."""
+    """This node among the run's; the ``SharedQuota`` of its service and scoring."""
 
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
@@ -75,8 +75,8 @@ class ClusterRun:
         splits = {}
         if config.reward.enabled:
             splits = {
-                "train": quotas_of(config.reward),
-                "validation": quotas_of(config.reward.validation),
+                "train": SplitQuotas.of(config.reward).to_data(),
+                "validation": SplitQuotas.of(config.reward.validation).to_data(),
             }
         node = Node(config.cluster, config.run.nodes)
         try:
@@ -123,13 +123,13 @@ class ClusterRun:
 
     async def begin(self, service: Service) -> None:
         """Speaks and hears from now on. Returns once a latch closed elsewhere is closed here."""
-        recorder, writer = service.recorder, service.writer
+        recorder, writer = service.run.recorder, service.run.writer
 
         def close(cause: str, detail: str) -> None:
             recorder.close_latch(cause, detail=detail)
 
         own = LocalRun(
-            state=service.state,
+            state=service.run.state,
             busy=lambda: pending(service),
             journal=lambda: (writer.seq, writer.head),
             settle=lambda seconds: check(service, seconds),
@@ -140,20 +140,20 @@ class ClusterRun:
         await self.node.begin(own, self._gate.answer)
 
     @property
-    def told(self) -> Callable[[str], None] | None:
-        """What hears each result before it is handed over; ``None`` where nobody judges blocks."""
+    def on_answer(self) -> Callable[[str], None] | None:
+        """Called with each text before it is handed over; ``None`` where no blocks are judged."""
         answers, stream = self._answers, self.node.answers
         if answers is None or stream is None:
             return None
 
-        def told(text: str) -> None:
+        def on_answer(text: str) -> None:
             digest = block_digest(block_of(text))
             known = len(answers)
             answers.add_digest(digest)
             if len(answers) > known:  # otherwise the stream has it, or this node is about to add it
                 stream.add(digest)
 
-        return told
+        return on_answer
 
     async def health(self, service: Service, settle_seconds: float) -> dict[str, Any]:
         """The body of ``/health``: the run's state, this node's counts, a row for every node."""
@@ -164,7 +164,7 @@ class ClusterRun:
         """The body of ``/status``: the same by what was heard last, asking nobody."""
         verdict, rows = self._gate.present()
         report = status_report(service)
-        word = "failed" if service.state.closed else verdict.state.value
+        word = "failed" if service.run.state.closed else verdict.state.value
         return {**report, "state": word, "cluster": self._view(verdict, rows)}
 
     def used(self) -> dict[str, int]:
@@ -179,9 +179,9 @@ class ClusterRun:
         Where it is healthy it is so in the step in which this returns.
         """
         verdict, rows = await self._gate.verdict(settle_seconds)
-        if service.state.closed:
+        if service.run.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
-                await service.recorder.latch_durable()
+                await service.run.recorder.latch_durable()
             word = "failed"
         else:
             word = verdict.state.value

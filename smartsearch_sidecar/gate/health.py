@@ -19,14 +19,14 @@ IDENTITY_SECONDS = 5.0  # for a provider that is asked nothing else; under every
 
 def pending(service: Service) -> bool:
     """Whether anything is in flight: a request, a search, a score, a record."""
-    return not (service.slots.idle and service.state.settled and service.writer.idle)
+    return not (service.slots.idle and service.run.state.settled and service.run.writer.idle)
 
 
 async def settle(service: Service, seconds: float) -> None:
     """Waits until nothing is in flight, the latch closes, or ``seconds`` have passed."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while pending(service) and not service.state.closed:
+    while pending(service) and not service.run.state.closed:
         left = deadline - loop.time()
         if left <= 0:
             return
@@ -40,20 +40,20 @@ async def check(service: Service, seconds: float) -> str:
     While work is in flight it is not asked: each search asks it, and may hold up the answer.
     """
     await settle(service, seconds)
-    if not service.state.closed and not pending(service):
+    if not service.run.state.closed and not pending(service):
         try:
             async with asyncio.timeout(IDENTITY_SECONDS):
                 await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
-            service.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
+            service.run.recorder.close_latch(exc.cause or exc.code, detail=exc.message)
         except TimeoutError:
-            service.recorder.close_latch(
+            service.run.recorder.close_latch(
                 errors.PROVIDER_FAULT.closes_as or errors.PROVIDER_FAULT.answer.code,
                 detail=f"the provider did not say within {IDENTITY_SECONDS:g} s what it serves",
             )
-    if service.state.closed:
+    if service.run.state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
-            await service.recorder.latch_durable()
+            await service.run.recorder.latch_durable()
         return "failed"
     return "pending" if pending(service) else "healthy"
 
@@ -66,7 +66,7 @@ async def health_report(service: Service, *, settle_seconds: float) -> dict[str,
 
 def _rewards(service: Service) -> dict[str, Any]:
     """What is countable about rewards besides the usage; nothing where they are off."""
-    scores = service.state.scores
+    scores = service.run.state.scores
     if not scores.splits:
         return {}
     return {
@@ -80,7 +80,7 @@ def _rewards(service: Service) -> dict[str, Any]:
 
 def counts(service: Service) -> dict[str, Any]:
     """Everything countable about the run, as JSON values."""
-    state = service.state
+    state = service.run.state
     return {
         **state.usage(),
         "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
@@ -89,20 +89,20 @@ def counts(service: Service) -> dict[str, Any]:
         "declined": dict(state.declined_by),
         **_rewards(service),
         "cache": dict(state.cache),
-        "refused": dict(service.recorder.refused),
+        "refused": dict(service.run.recorder.refused),
         "restarts": state.restarts,
         "checkpoints": {
             "accepted": state.checkpoints_accepted,
             "refused": state.checkpoints_refused,
         },
-        "ledger": {"seq": service.writer.seq, "head": service.writer.head},
-        "cause": None if state.cause is None else state.cause.as_data(),
+        "ledger": {"seq": service.run.writer.seq, "head": service.run.writer.head},
+        "cause": None if state.cause is None else state.cause.to_data(),
     }
 
 
 def status_report(service: Service) -> dict[str, Any]:
     """The body of ``/status``: the counts, and what is under way right now."""
-    state = service.state
+    state = service.run.state
     word = "failed" if state.closed else "pending" if pending(service) else "healthy"
     return {
         "state": word,

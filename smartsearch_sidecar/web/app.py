@@ -89,7 +89,7 @@ class App:
         self._internal.scoring = scoring
         self._internal.cluster_run = cluster_run
         if self._early is not None and self._early.cause is not None:
-            service.recorder.close_latch(
+            service.run.recorder.close_latch(
                 self._early.cause, detail=f"while loading: {self._early.message}"
             )
         self._ready.set()
@@ -120,8 +120,8 @@ class App:
         if self._service is None:
             self._early = self._early or exc
         else:
-            self._service.recorder.refused[exc.cause] += 1
-            self._service.recorder.close_latch(exc.cause, detail=exc.message)
+            self._service.run.recorder.refused[exc.cause] += 1
+            self._service.run.recorder.close_latch(exc.cause, detail=exc.message)
 
     # --- dispatch ---------------------------------------------------------------------------------
 
@@ -164,8 +164,8 @@ class App:
             return await self._refused(request, exc)
         try:
             answer = await service.execute(body, began=request.began, gone=request.gone)
-        except errors.SidecarError as exc:  # the service has refused it already, durably
-            return self._error(request, exc)
+        except errors.SidecarError as exc:
+            return await self._refused(request, exc)
         return self._hand_over(request, service, answer)
 
     async def _read_body(self, request: EdgeRequest, bytes_max: int) -> bytes:
@@ -206,7 +206,7 @@ class App:
         """Counts a refusal, and closes the latch where it must; what is to be answered."""
         if self._service is not None:
             try:
-                await self._service.recorder.refuse(exc)
+                await self._service.run.recorder.refuse(exc)
             except errors.LedgerFailed as failure:
                 return failure
         elif exc.cause is not None:
@@ -240,7 +240,7 @@ class App:
             return self._error(request, errors.METHOD_NOT_ALLOWED("probes are read"))
         if raw == "/livez":
             return _json(request, 200, {"status": "alive"})
-        ready = self._service is not None and not self._service.state.closed
+        ready = self._service is not None and not self._service.run.state.closed
         return _json(request, 200 if ready else 503, {"status": "ready" if ready else "not_ready"})
 
 

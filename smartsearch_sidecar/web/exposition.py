@@ -89,7 +89,7 @@ class Quota:
 
 def quotas(service: Service) -> list[Quota]:
     """Every allowance of a run, always in the same order."""
-    state = service.state
+    state = service.run.state
     found = [Quota("retrieval_calls", "", "searches", state.attempts, state.max_calls)]
     for split, meter in state.scores.splits.items():
         if meter.max_scores is not None:
@@ -147,7 +147,7 @@ def _samples(sources: Sources) -> Iterator[tuple[str, Sample]]:
     yield "build_info", ((__version__,), 1.0)
     yield from _requests(sources)
     yield from _searches(sources)
-    if sources.service.state.scores.splits:
+    if sources.service.run.state.scores.splits:
         yield from _rewards(sources)
     yield from _run(sources)
     yield from _ledger(sources)
@@ -157,7 +157,7 @@ def _requests(sources: Sources) -> Iterator[tuple[str, Sample]]:
     service, observer = sources.service, sources.observer
     for labels, count in observer.requests.items():
         yield "requests_total", (labels, count)
-    for cause, count in service.recorder.refused.items():
+    for cause, count in service.run.recorder.refused.items():
         yield "failures_total", ((cause,), count)
     yield "service_seconds", ((), (observer.service, 0))
     rooms: dict[str, Slots] = {"execute": service.slots}
@@ -177,7 +177,7 @@ def _requests(sources: Sources) -> Iterator[tuple[str, Sample]]:
 
 def _searches(sources: Sources) -> Iterator[tuple[str, Sample]]:
     service = sources.service
-    state = service.state
+    state = service.run.state
     yield "search_attempts_total", ((), state.attempts)
     yield "searches_total", (("answered",), state.responses)
     yield "searches_total", (("failed",), state.failed)
@@ -195,7 +195,7 @@ def _searches(sources: Sources) -> Iterator[tuple[str, Sample]]:
 
 
 def _rewards(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    scores, observer = sources.service.state.scores, sources.observer
+    scores, observer = sources.service.run.state.scores, sources.observer
     for split, meter in scores.splits.items():
         yield "score_attempts_total", ((split,), meter.score_attempts)
         yield "scores_total", ((split,), meter.score_responses)
@@ -220,7 +220,7 @@ def _rewards(sources: Sources) -> Iterator[tuple[str, Sample]]:
 
 
 def _run(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    state = sources.service.state
+    state = sources.service.run.state
     for quota in quotas(sources.service):
         yield "quota_max", ((quota.name, quota.split), quota.most)
         yield "quota_left", ((quota.name, quota.split), quota.left)
@@ -233,7 +233,7 @@ def _run(sources: Sources) -> Iterator[tuple[str, Sample]]:
 
 
 def _ledger(sources: Sources) -> Iterator[tuple[str, Sample]]:
-    writer, observer = sources.service.writer, sources.observer
+    writer, observer = sources.service.run.writer, sources.observer
     yield "ledger_records_total", ((), writer.seq)
     yield "ledger_bytes_total", ((), observer.journal_bytes)
     yield "ledger_queue_records", ((), writer.queued)

@@ -111,8 +111,8 @@ class InternalRoutes:
         reason = value.get("reason") if isinstance(value, dict) else None
         if not isinstance(reason, str) or not reason.strip():
             raise errors.OPERATOR_REQUEST('send {"reason": "why"}')
-        service.recorder.close_latch("operator", detail=reason)
-        await service.recorder.latch_durable()
+        service.run.recorder.close_latch("operator", detail=reason)
+        await service.run.recorder.latch_durable()
         return 200, self._report(service)
 
     def _report(self, service: Service) -> dict[str, Any]:

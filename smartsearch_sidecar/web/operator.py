@@ -86,7 +86,7 @@ class OperatorRoutes:
     # --- ticks ------------------------------------------------------------------------------------
 
     async def _run(self, sources: Sources) -> None:
-        latched = sources.service.recorder.latched
+        latched = sources.service.run.recorder.latched
         known = latched.is_set()
         while True:
             try:
@@ -100,7 +100,7 @@ class OperatorRoutes:
 
     def _take(self, sources: Sources) -> None:
         service = sources.service
-        state = service.state
+        state = service.run.state
         if state.closed and self._observer.latched_at is None and self._task is not None:
             self._observer.latched_at = time.time()  # a ledger that failed could not say so
         chosen = self._choose()
@@ -138,7 +138,7 @@ class OperatorRoutes:
     def _now(self, sources: Sources) -> dict[str, Any]:
         """What a tick says; JSON values."""
         service, observer = sources.service, self._observer
-        cause = service.state.cause
+        cause = service.run.state.cause
         found = zip(sources.quotas(), self._history.rates(), strict=True)
         return {
             "at": time.time(),
@@ -146,7 +146,7 @@ class OperatorRoutes:
             "failure": None
             if cause is None
             else {
-                **cause.as_data(),
+                **cause.to_data(),
                 "at": observer.latched_at,
                 "remedy": remedy(cause.cause),
                 "going_on": GOING_ON,
@@ -226,7 +226,7 @@ class OperatorRoutes:
                     **self._about,
                     "version": __version__,
                     "started_at": self._observer.started_at,
-                    "claim_sha256": sources.service.state.claim_sha256,
+                    "claim_sha256": sources.service.run.state.claim_sha256,
                 },
                 "facts": self._facts,
                 "columns": COLUMNS,
@@ -261,7 +261,7 @@ def _listed(one: Recent) -> dict[str, Any]:
 
 
 def _query(one: Recent) -> str:
-    return utf8_safe(readable_query(one.words)) if one.words else ""
+    return utf8_safe(readable_query(one.asked)) if one.asked is not None else ""
 
 
 def _deliver(
