@@ -84,10 +84,12 @@ class SidecarError(Exception):
         super().__init__(failure, message)
         self.failure: Final = failure
         self.message: Final = message
-        self.counted = False
 
     def __str__(self) -> str:
         return self.message
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.message!r})"
 
     @property
     def code(self) -> str:

@@ -1,12 +1,12 @@
-"""Every metric of a run: name, type, meaning; and the one observer that hears what no state keeps.
+"""Every metric of a run: name, type, meaning; and the one observer of what no state keeps.
 
-Theory. What the state of a run counts is read off it when somebody scrapes, so a request pays for
-nothing twice. What it does not keep (how long things took, the last few requests, which HTTP route
-was answered how) is told to the ``Observer``: once a record, once an answer, once a batch of the
-ledger, each about a microsecond. Label values are names out of this program's own tables, so their
-number is bounded whatever a policy or a stranger sends.
+Theory. What the state of a run counts is read off it at each scrape, so a request pays for nothing
+twice. The rest (how long things took, the last few requests, which HTTP route was answered how)
+reaches the ``Observer``: once an answer, and once a batch of the ledger with the records that are
+now on the medium. Each record takes about a microsecond. Label values are names out of this
+program's own tables, so their number is bounded for any policy and any stranger.
 
-The observer decides nothing, keeps a fixed amount, and nothing asks it whether to go on.
+The observer decides nothing and keeps a fixed amount.
 """
 
 from __future__ import annotations
@@ -18,7 +18,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.run.record import (
+    Asked,
+    CheckpointAccepted,
+    CheckpointRefused,
+    DeliveryLost,
+    HelperAnswered,
+    HelperFailed,
+    HelperRequested,
+    LatchClosed,
+    Record,
+    RetrievalAnswered,
+    RetrievalDeclined,
+    RetrievalFailed,
+    RetrievalRequested,
+    RewardAnswered,
+    RewardFailed,
+    RewardRequested,
+)
 
 Type = Literal["counter", "gauge", "histogram"]
 
@@ -134,14 +151,14 @@ class Histogram:
 class Recent(NamedTuple):
     """A request that was settled: what the page shows of it.
 
-    ``words`` is the record that names the query, ``took`` in seconds, ``documents_json`` the
-    passages as they were recorded.
+    ``asked`` is what its record says of the query, if it is known; ``took`` is in seconds;
+    ``documents_json`` are the passages as they were recorded.
     """
 
     serial: int
     at: float
     number: int | None
-    words: Mapping[str, Any]
+    asked: Asked | None
     outcome: str
     took: float | None
     documents_json: bytes | None
@@ -158,7 +175,7 @@ class Accepted:
 
 
 class Observer:
-    """Hears of every record, answer and batch of one process. Called on the loop; never raises."""
+    """Takes every answer and written record of a process. Called on the loop; never raises."""
 
     def __init__(self, *, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
@@ -179,23 +196,19 @@ class Observer:
         self.latched_at: float | None = None
         self.serial = 0
         # Begun and not settled: bounded by slots, rows of a batch and helper concurrency.
-        self._searches: dict[int, tuple[float, Mapping[str, Any]]] = {}
+        self._searches: dict[int, tuple[float, Asked]] = {}
         self._scores: dict[tuple[str, int], float] = {}
         self._calls: dict[tuple[str, int], float] = {}
 
-    def batch(self, records: int, size: int, seconds: float) -> None:
+    def batch(self, records: Sequence[Record], size: int, seconds: float) -> None:
         """A batch of the ledger is on the medium."""
-        self.batches.observe(records)
+        self.batches.observe(len(records))
         self.sync.observe(seconds)
         self.journal_bytes += size
-
-    def record(
-        self, kind: Kind, number: int | None, data: Mapping[str, Any], documents: bytes | None
-    ) -> None:
-        """A decision was folded."""
-        step = self._STEPS.get(kind)
-        if step is not None:
-            step(self, number or 0, data, documents)
+        for record in records:
+            step = self._STEPS.get(type(record))
+            if step is not None:
+                step(self, record)
 
     def oldest_score(self) -> float:
         """Seconds since the oldest score that is not settled was admitted; 0 if there is none."""
@@ -206,81 +219,79 @@ class Observer:
     def _settled(
         self,
         number: int | None,
-        words: Mapping[str, Any],
+        asked: Asked | None,
         outcome: str,
         took: float | None = None,
-        documents: bytes | None = None,
+        documents_json: bytes | None = None,
     ) -> None:
         self.serial += 1
         self.recent.append(
-            Recent(self.serial, self._wall(), number, words, outcome, took, documents)
+            Recent(self.serial, self._wall(), number, asked, outcome, took, documents_json)
         )
 
-    def _requested(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        self._searches[number] = (time.monotonic(), data)
+    def _requested(self, record: RetrievalRequested) -> None:
+        self._searches[record.number] = (time.monotonic(), record.asked)
 
-    def _answered(self, number: int, data: Mapping[str, Any], documents: bytes | None) -> None:
-        _, words = self._searches.pop(number, (0.0, {}))
-        took = data["took_us"] / 1e6
-        if data["cache"] != "hit":
+    def _answered(self, record: RetrievalAnswered) -> None:
+        _, asked = self._searches.pop(record.number, (0.0, None))
+        took = record.took_us / 1e6
+        if record.cache != "hit":
             self.search.observe(took)
-        self._settled(number, words, data["cache"], took, documents)
+        self._settled(record.number, asked, record.cache, took, record.documents_json)
 
-    def _failed(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        began, words = self._searches.pop(number, (time.monotonic(), {}))
-        self._settled(number, words, str(data["cause"]), time.monotonic() - began)
+    def _failed(self, record: RetrievalFailed) -> None:
+        began, asked = self._searches.pop(record.number, (time.monotonic(), None))
+        self._settled(record.number, asked, record.cause, time.monotonic() - began)
 
-    def _declined(self, _number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        self._settled(None, data, "declined")
+    def _declined(self, record: RetrievalDeclined) -> None:
+        self._settled(None, record.asked, "declined")
 
-    def _lost(self, number: int, _data: Mapping[str, Any], _: bytes | None) -> None:
-        self._settled(number or None, {}, "response_undelivered")
+    def _lost(self, record: DeliveryLost) -> None:
+        self._settled(record.number, None, "response_undelivered")
 
-    def _score_requested(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        self._scores[data["split"], number] = time.monotonic()
-        if "judged_blocks" in data:
-            self.rollout_searches.observe(data["judged_blocks"])
+    def _score_requested(self, record: RewardRequested) -> None:
+        self._scores[record.split, record.number] = time.monotonic()
+        if record.judged_blocks is not None:
+            self.rollout_searches.observe(record.judged_blocks)
 
-    def _score_answered(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        began = self._scores.pop((data["split"], number), None)
+    def _score_answered(self, record: RewardAnswered) -> None:
+        began = self._scores.pop((record.split, record.number), None)
         if began is not None:
             self.score.observe(time.monotonic() - began)
 
-    def _score_failed(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        self._scores.pop((data["split"], number), None)
+    def _score_failed(self, record: RewardFailed) -> None:
+        self._scores.pop((record.split, record.number), None)
 
-    def _call_requested(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        self._calls[data["split"], number] = time.monotonic()
+    def _call_requested(self, record: HelperRequested) -> None:
+        self._calls[record.split, record.number] = time.monotonic()
 
-    def _call_settled(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        began = self._calls.pop((data["split"], number), None)
+    def _call_settled(self, record: HelperAnswered | HelperFailed) -> None:
+        began = self._calls.pop((record.split, record.number), None)
         if began is not None:
             self.helper.observe(time.monotonic() - began)
-        if "code" in data:
-            self.helper_failures[data["code"]] += 1
+        if isinstance(record, HelperFailed):
+            self.helper_failures[record.code] += 1
 
-    def _latched(self, _number: int, _data: Mapping[str, Any], _: bytes | None) -> None:
+    def _latched(self, record: LatchClosed) -> None:
         self.latched_at = self._wall()
 
-    def _checkpoint(self, number: int, data: Mapping[str, Any], _: bytes | None) -> None:
-        accepted = "usage" in data
-        self.checkpoints.append(Accepted(self._wall(), number, data["step"], accepted))
+    def _checkpoint(self, record: CheckpointAccepted | CheckpointRefused) -> None:
+        accepted = isinstance(record, CheckpointAccepted)
+        self.checkpoints.append(Accepted(self._wall(), record.number, record.step, accepted))
 
-    _STEPS: ClassVar[
-        Mapping[Kind, Callable[[Observer, int, Mapping[str, Any], bytes | None], None]]
-    ] = {
-        Kind.RETRIEVAL_REQUESTED: _requested,
-        Kind.RETRIEVAL_ANSWERED: _answered,
-        Kind.RETRIEVAL_FAILED: _failed,
-        Kind.RETRIEVAL_DECLINED: _declined,
-        Kind.DELIVERY_LOST: _lost,
-        Kind.REWARD_REQUESTED: _score_requested,
-        Kind.REWARD_ANSWERED: _score_answered,
-        Kind.REWARD_FAILED: _score_failed,
-        Kind.HELPER_REQUESTED: _call_requested,
-        Kind.HELPER_ANSWERED: _call_settled,
-        Kind.HELPER_FAILED: _call_settled,
-        Kind.LATCH_CLOSED: _latched,
-        Kind.CHECKPOINT_ACCEPTED: _checkpoint,
-        Kind.CHECKPOINT_REFUSED: _checkpoint,
+    _STEPS: ClassVar[Mapping[type[Record], Callable[[Observer, Any], None]]] = {
+        RetrievalRequested: _requested,
+        RetrievalAnswered: _answered,
+        RetrievalFailed: _failed,
+        RetrievalDeclined: _declined,
+        DeliveryLost: _lost,
+        RewardRequested: _score_requested,
+        RewardAnswered: _score_answered,
+        RewardFailed: _score_failed,
+        HelperRequested: _call_requested,
+        HelperAnswered: _call_settled,
+        HelperFailed: _call_settled,
+        LatchClosed: _latched,
+        CheckpointAccepted: _checkpoint,
+        CheckpointRefused: _checkpoint,
     }

@@ -285,7 +285,7 @@ async def test_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: F
 
 async def hold(run: Served, fault: Fault) -> None:
     """Does the fault and holds the run against its row."""
-    state = run.service.state
+    state = run.service.run.state
     async with asyncio.timeout(20):
         assert await fault.act(run) == fault.answered
     await until(lambda: (state.closed, state.lost) == (fault.cause is not None, fault.lost))

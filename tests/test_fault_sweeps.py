@@ -151,7 +151,7 @@ async def served_and_stopped(directory: Path, **how: Any) -> dict[str, Any] | st
             code = await run.stop()
     except errors.SidecarError as exc:
         return exc.message
-    assert code == (0 if run.service.state.cause is None else 4)
+    assert code == (0 if run.service.run.state.cause is None else 4)
     return dict(health)
 
 

@@ -13,7 +13,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from smartsearch_sidecar.metrics import RECENT_REQUESTS, TABLE, Histogram, Observer
-from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.run.record import (
+    CLASSES,
+    HelperFailed,
+    HelperRequested,
+    NativeCall,
+    RetrievalAnswered,
+    RetrievalRequested,
+    RewardFailed,
+    RewardRequested,
+    record_of,
+)
 from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
@@ -201,34 +211,44 @@ def test_histogram_counts_a_bound_as_under_it(value: float, place: int) -> None:
 def test_observer_keeps_a_fixed_amount() -> None:
     """A million settled requests leave no more behind than fifty."""
     observer = Observer()
+    asked = NativeCall("e", "c", "q")
     for number in range(1, 2_000):
-        words = {"env": "e", "call": "c"}
-        observer.record(Kind.RETRIEVAL_REQUESTED, number, words, None)
-        answered = {"cache": "miss", "took_us": 5}
-        observer.record(Kind.RETRIEVAL_ANSWERED, number, answered, b"[]")
-        score = {"split": "train", "key": str(number)}
-        observer.record(Kind.REWARD_REQUESTED, number, score, None)
-        observer.record(Kind.REWARD_FAILED, number, {**score, "code": "x"}, None)
-        observer.record(Kind.HELPER_REQUESTED, number, score, None)
-        observer.record(Kind.HELPER_FAILED, number, {**score, "code": "helper_status"}, None)
+        observer.batch(
+            [
+                RetrievalRequested(number, asked),
+                RetrievalAnswered(number, b"[]", "miss", 5),
+                RewardRequested(number, "train", str(number), "s"),
+                RewardFailed(number, "train", "x", "d"),
+                HelperRequested(number, "train", 1, "", 0, 1),
+                HelperFailed(number, "train", 1, "helper_status", "d", None, sent=True),
+            ],
+            1,
+            0.001,
+        )
     assert len(observer.recent) == RECENT_REQUESTS
     assert observer.recent[-1].number == 1_999
     assert (observer._searches, observer._scores, observer._calls) == ({}, {}, {})
     assert observer.helper_failures == {"helper_status": 1_999}
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_observer_takes_every_kind(kind: Kind) -> None:
-    """A settlement whose beginning was before a restart is heard without a fault."""
+@pytest.mark.parametrize("kind", CLASSES)
+def test_observer_takes_every_kind(kind: str) -> None:
+    """A settlement whose beginning was before a restart is counted without a fault."""
+    words = "cause code detail split key text model state reason ending solution_str prompt_sha256"
+    counts = "took_us step score of occurrence max_calls seed prompt_bytes input_tokens"
     data: dict[str, Any] = {
+        **dict.fromkeys([*words.split(), "finish_reason", "stage", "claim_sha256"], "x"),
+        **dict.fromkeys([*counts.split(), "output_tokens", "torn_bytes"], 1),
+        **dict.fromkeys(["path", "manifest_sha256", "set_aside", "usage"], None),
+        **dict.fromkeys(["sent", "clean", "latched"], True),
+        "verdicts": [],
+        "unsettled": [],
         "cache": "hit",
-        "took_us": 1,
-        "cause": "x",
-        "code": "x",
-        "split": "train",
-        "step": 1,
+        "env": "e",
+        "call": "c",
     }
-    Observer().record(kind, 7, data, None)
+    data |= {} if kind == "run.claimed" else {"reward": 1.0}
+    Observer().batch([record_of(kind, 7, data)], 1, 0.001)
 
 
 # --- the dashboard --------------------------------------------------------------------------------

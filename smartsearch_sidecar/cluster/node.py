@@ -26,7 +26,7 @@ from smartsearch_sidecar.cluster.node_state import NodeState, Registration
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts
 from smartsearch_sidecar.config import ClusterSection
-from smartsearch_sidecar.run.state import Cause
+from smartsearch_sidecar.run.record import Cause
 
 LATCH: Final = "latch"
 STATE: Final = "state"

@@ -12,7 +12,7 @@ from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.errors import GOING_ON, remedy
-from smartsearch_sidecar.run.state import Cause
+from smartsearch_sidecar.run.record import Cause
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.search.service import Service
@@ -50,15 +50,15 @@ def serve(
 
     def ready(endpoints: Endpoints, service: Service) -> None:
         served.append(service)
-        if service.state.closed:
-            _print_failed(service.state.cause)
+        if service.run.state.closed:
+            _print_failed(service.run.state.cause)
         # The URLs hold capabilities: they go to the file (0600) and, on request, to `url`.
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
     with verification() as progress:
         code = daemon.serve_until_stopped(loaded, resume=resume, progress=progress, on_ready=ready)
-    if served and served[0].state.closed:
-        _print_failed(served[0].state.cause)
+    if served and served[0].run.state.closed:
+        _print_failed(served[0].run.state.cause)
     raise typer.Exit(code)
 
 

@@ -163,12 +163,6 @@ def reference_refusal(problem: QueryProblem) -> errors.Failure[errors.InvalidReq
 # --- the answer -----------------------------------------------------------------------------------
 
 
-def result_of(payload: bytes) -> str:
-    """The result text of an answer that ``render_execute`` made."""
-    text: str = orjson.loads(payload)["result"]
-    return text
-
-
 def render_execute(result: str) -> bytes:
     """The body of a 200 answer, compact, in UTF-8."""
     try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -100,7 +100,7 @@ class Searches:
 
 
 def read_form(route: str, value: Any) -> Form:
-    """Whose request this is, told by its keys. Raises ``InvalidRequest`` for nobody's."""
+    """Whose request this is, by its keys. Raises ``InvalidRequest`` for the keys of no client."""
     if type(value) is not dict:
         raise _refuse("The body must be an object.")
     if route in ("search", "batch_search"):
@@ -177,12 +177,15 @@ def _refuse(message: str) -> errors.InvalidRequest:
 _DECLINED_ID: Final = "invalid-query"
 
 
-def render_found(form: Form, documents_json: bytes) -> bytes:
-    """One search's part of an answer; ``documents_json`` lists ``id``, ``contents`` and ``score``.
+Documents = Sequence[Mapping[str, Any]]
+"""What one search found: ``id``, ``contents`` and ``score`` of each, best first."""
 
-    A provider without scores has ``null`` there, and rLLM's client puts its own 0.0 in its place.
+
+def render_found(form: Form, documents: Documents) -> bytes:
+    """One search's part of an answer.
+
+    A provider without scores has ``None`` there, and rLLM's client puts its own 0.0 in its place.
     """
-    documents: list[dict[str, Any]] = orjson.loads(documents_json)
     if form in (Form.nested_many, Form.nested_one):
         return _dumps([{"document": _plain(one), "score": one["score"]} for one in documents])
     if form is Form.results:
@@ -190,9 +193,9 @@ def render_found(form: Form, documents_json: bytes) -> bytes:
     return _dumps([_plain(one) for one in documents])
 
 
-def render_scores(documents_json: bytes) -> bytes:
+def render_scores(documents: Documents) -> bytes:
     """The scores beside the documents of one search, for FlashRAG's ``return_score``."""
-    return _dumps([one["score"] for one in orjson.loads(documents_json)])
+    return _dumps([one["score"] for one in documents])
 
 
 def render_declined(form: Form) -> bytes:
@@ -230,11 +233,11 @@ def render_failure(error_payload: bytes) -> bytes:
     return b'{"result":null,' + error_payload.removeprefix(b"{")
 
 
-def _plain(document: dict[str, Any]) -> dict[str, Any]:
+def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": document["id"], "contents": document["contents"]}
 
 
-def _result(rank: int, document: dict[str, Any]) -> dict[str, Any]:
+def _result(rank: int, document: Mapping[str, Any]) -> dict[str, Any]:
     result = {"id": f"doc_{rank}", "content": _plain(document), "score": document["score"]}
     if document["score"] is None:
         del result["score"]

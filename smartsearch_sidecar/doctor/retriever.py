@@ -17,7 +17,8 @@ from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
 from smartsearch_sidecar.retrieval.registry import Progress, open_configured
-from smartsearch_sidecar.run.record import Kind, draft, encode_line
+from smartsearch_sidecar.run.line import draft, encode_line
+from smartsearch_sidecar.run.record import NativeCall, RetrievalAnswered, RetrievalRequested
 
 SEARCH_BYTES: Final = 6 * 1024
 """Records of one search where none could be measured: five passages of 100 words, escaped."""
@@ -169,20 +170,17 @@ async def _measured(asking: _Asking, config: Config) -> int:
     sizes = []
     for question in MEASURED:
         found = await asking.ask(question)
-        asked = draft(
-            Kind.RETRIEVAL_REQUESTED,
-            1_000_000,
-            {"env": environment, "call": f"wikipedia_search(query={question!r}, top_n={TOP_N})"},
-        )
-        answered = draft(
-            Kind.RETRIEVAL_ANSWERED,
-            1_000_000,
-            {"cache": "shared", "took_us": 1_000_000},
-            documents_json=found.documents_json,
+        call = f"wikipedia_search(query={question!r}, top_n={TOP_N})"
+        number, at = 1_000_000, "2026-01-01T00:00:00.000000Z"
+        records = (
+            RetrievalRequested(number, NativeCall(environment, call, question)),
+            RetrievalAnswered(number, found.documents_json, "shared", 1_000_000),
         )
         lines = [
-            encode_line(item, seq=2_000_000, at="2026-01-01T00:00:00.000000Z", prev="0" * 64)[0]
-            for item in (asked, answered)
+            encode_line(
+                one.kind, number, draft(one).data_json, seq=2 * number, at=at, prev="0" * 64
+            )[0]
+            for one in records
         ]
         sizes.append(sum(map(len, lines)))
     return sum(sizes) // len(sizes)

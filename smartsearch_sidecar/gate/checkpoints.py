@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
-from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.ledger.receipts import FORMAT
+from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.gate.cluster import ClusterRun
 
-RECEIPT_FORMAT = 1
-SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight; the last may still end
+SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: the last may still end
 STEP_MAX = 2**53
 PATH_CHARACTERS_MAX = 4096
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -72,25 +72,23 @@ async def take_checkpoint(
     Returns whether it was accepted, and the answer's body: the receipt, or the refusal with the
     run's state and first cause. Raises ``LedgerFailed`` where neither can be recorded.
     """
-    state = service.state
+    state, recorder = service.run.state, service.run.recorder
     about: dict[str, Any] = {}
-    nodes: dict[str, Any] = {}
+    nodes: dict[str, Any] | None = None
     if cluster_run is None:
         status = await check(service, settle_seconds)
     else:
-        status, about["cluster"], nodes["nodes"] = await cluster_run.verdict(
-            service, settle_seconds
-        )
-    data: dict[str, Any] = {
-        "step": wanted.step,
-        "path": wanted.path,
-        "manifest_sha256": wanted.manifest_sha256,
-    }
-    # No await between the check and the record: what was checked is what is recorded.
+        status, about["cluster"], nodes = await cluster_run.verdict(service, settle_seconds)
+    # Nothing is awaited between the check and the record: what was checked is what is recorded.
     if status != "healthy":
-        refusal = {**data, "state": status}
-        number = state.checkpoints_refused + 1
-        await service.recorder.record(Kind.CHECKPOINT_REFUSED, number, refusal)
+        refused = CheckpointRefused(
+            number=state.checkpoints_refused + 1,
+            step=wanted.step,
+            path=wanted.path,
+            manifest_sha256=wanted.manifest_sha256,
+            state=status,
+        )
+        await recorder.post_for_receipt(refused)
         return False, {
             "accepted": False,
             "step": wanted.step,
@@ -98,16 +96,21 @@ async def take_checkpoint(
             **counts(service),
             **about,
         }
-    number = state.checkpoints_accepted + 1
-    data["occurrence"] = state.checkpoint_steps[wanted.step] + 1
-    data["usage"] = state.usage()
-    data |= nodes
-    receipt = await service.recorder.record(Kind.CHECKPOINT_ACCEPTED, number, data)
+    accepted = CheckpointAccepted(
+        number=state.checkpoints_accepted + 1,
+        step=wanted.step,
+        path=wanted.path,
+        manifest_sha256=wanted.manifest_sha256,
+        occurrence=state.checkpoint_steps[wanted.step] + 1,
+        usage=state.usage(),
+        nodes=nodes,
+    )
+    receipt = await recorder.post_for_receipt(accepted)
     return True, {
-        "format": RECEIPT_FORMAT,
+        "format": FORMAT,
         "accepted": True,
-        "number": number,
-        **data,
+        "number": accepted.number,
+        **accepted.to_data(),
         "seq": receipt.seq,
         "head": receipt.head,
         "claim_sha256": state.claim_sha256,

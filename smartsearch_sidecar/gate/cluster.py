@@ -27,15 +27,15 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import check, counts, pending, status_report
 from smartsearch_sidecar.ledger.claim import versions
 from smartsearch_sidecar.reward.provenance import AnswerDigests, block_digest, block_of
-from smartsearch_sidecar.run.record import claim_digest
-from smartsearch_sidecar.run.reward_state import quotas_of
+from smartsearch_sidecar.run.line import claim_digest
+from smartsearch_sidecar.run.record import SplitQuotas
 from smartsearch_sidecar.search.service import Service
 
 REMEMBERED_AT_ONCE: Final = 1024  # digests read from an old journal between two turns of the loop
 
 
 class ClusterRun:
-    """This node's part in the run; the ``Allowance`` of its service and scoring."""
+    """This node's part in the run; the ``SharedQuota`` of its service and scoring."""
 
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
@@ -76,8 +76,8 @@ class ClusterRun:
         splits = {}
         if config.reward.enabled:
             splits = {
-                "train": quotas_of(config.reward),
-                "validation": quotas_of(config.reward.validation),
+                "train": SplitQuotas.of(config.reward).to_data(),
+                "validation": SplitQuotas.of(config.reward.validation).to_data(),
             }
         node = Node(config.cluster, config.run.nodes)
         try:
@@ -129,13 +129,13 @@ class ClusterRun:
 
         Returns once a latch that was closed on another node before is closed here too.
         """
-        recorder, writer = service.recorder, service.writer
+        recorder, writer = service.run.recorder, service.run.writer
 
         def close(cause: str, detail: str) -> None:
             recorder.close_latch(cause, detail=detail)
 
         local = LocalRun(
-            state=service.state,
+            state=service.run.state,
             busy=lambda: pending(service),
             journal=lambda: (writer.seq, writer.head),
             settle=lambda seconds: check(service, seconds),
@@ -171,7 +171,7 @@ class ClusterRun:
         """The body of ``/status``: the same by the states received so far, without asking."""
         verdict, rows = self._poll.present()
         report = status_report(service)
-        state = "failed" if service.state.closed else verdict.status.value
+        state = "failed" if service.run.state.closed else verdict.status.value
         return {**report, "state": state, "cluster": self._view(verdict, rows)}
 
     def used(self) -> dict[str, int]:
@@ -186,9 +186,9 @@ class ClusterRun:
         A run that is returned as healthy is so in the very step of the loop in which this returns.
         """
         verdict, rows = await self._poll.verdict(settle_seconds)
-        if service.state.closed:
+        if service.run.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
-                await service.recorder.latch_durable()
+                await service.run.recorder.latch_durable()
             state = "failed"
         else:
             state = verdict.status.value

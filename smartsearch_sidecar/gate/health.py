@@ -19,14 +19,14 @@ IDENTITY_SECONDS = 5.0  # for a provider without other requests; shorter than an
 
 def pending(service: Service) -> bool:
     """Whether anything is in flight: a request, a search, a score, a record."""
-    return not (service.slots.idle and service.state.settled and service.writer.idle)
+    return not (service.slots.idle and service.run.state.settled and service.run.writer.idle)
 
 
 async def settle(service: Service, seconds: float) -> None:
     """Waits until nothing is in flight, the latch closes, or ``seconds`` have passed."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while pending(service) and not service.state.closed:
+    while pending(service) and not service.run.state.closed:
         left = deadline - loop.time()
         if left <= 0:
             return
@@ -41,20 +41,20 @@ async def check(service: Service, seconds: float) -> str:
     provider may answer slowly behind them.
     """
     await settle(service, seconds)
-    if not service.state.closed and not pending(service):
+    if not service.run.state.closed and not pending(service):
         try:
             async with asyncio.timeout(IDENTITY_SECONDS):
                 await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
-            service.recorder.close_latch(exc.closes_as, detail=exc.message)
+            service.run.recorder.close_latch(exc.closes_as, detail=exc.message)
         except TimeoutError:
-            service.recorder.close_latch(
+            service.run.recorder.close_latch(
                 errors.PROVIDER_FAULT.closes_as,
                 detail=f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s",
             )
-    if service.state.closed:
+    if service.run.state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
-            await service.recorder.latch_durable()
+            await service.run.recorder.latch_durable()
         return "failed"
     return "pending" if pending(service) else "healthy"
 
@@ -67,7 +67,7 @@ async def health_report(service: Service, *, settle_seconds: float) -> dict[str,
 
 def _rewards(service: Service) -> dict[str, Any]:
     """The counts of rewards besides their usage; empty where rewards are off."""
-    scores = service.state.scores
+    scores = service.run.state.scores
     if not scores.splits:
         return {}
     return {
@@ -81,7 +81,7 @@ def _rewards(service: Service) -> dict[str, Any]:
 
 def counts(service: Service) -> dict[str, Any]:
     """Every count of the run, as JSON values."""
-    state = service.state
+    state = service.run.state
     return {
         **state.usage(),
         "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
@@ -90,20 +90,20 @@ def counts(service: Service) -> dict[str, Any]:
         "declined": dict(state.declined_by),
         **_rewards(service),
         "cache": dict(state.cache),
-        "refused": dict(service.recorder.refused),
+        "refused": dict(service.run.recorder.refused),
         "restarts": state.restarts,
         "checkpoints": {
             "accepted": state.checkpoints_accepted,
             "refused": state.checkpoints_refused,
         },
-        "ledger": {"seq": service.writer.seq, "head": service.writer.head},
-        "cause": None if state.cause is None else state.cause.as_data(),
+        "ledger": {"seq": service.run.writer.seq, "head": service.run.writer.head},
+        "cause": None if state.cause is None else state.cause.to_data(),
     }
 
 
 def status_report(service: Service) -> dict[str, Any]:
     """The body of ``/status``: the counts, and what is under way right now."""
-    state = service.state
+    state = service.run.state
     status = "failed" if state.closed else "pending" if pending(service) else "healthy"
     return {
         "state": status,

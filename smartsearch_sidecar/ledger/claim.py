@@ -13,8 +13,8 @@ import orjson
 
 from smartsearch_sidecar import __version__
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.run.line import FORMAT
 
-FORMAT = 1
 _PACKAGES = ("aiohttp", "orjson", "tantivy", "uvloop")
 
 
@@ -50,7 +50,7 @@ def build_claim(
 
 
 def versions() -> dict[str, str]:
-    """What this process runs on, for whoever has to explain a difference later."""
+    """What this process runs on, to explain a difference later."""
     found = {"smartsearch_sidecar": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -8,14 +8,36 @@ the direction of a line, and what has no form in UTF-8.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import orjson
 
+from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.recorded_queries import readable_query
-from smartsearch_sidecar.run.record import Kind, Record
-from smartsearch_sidecar.run.state import Cause
+from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.run.record import (
+    CheckpointAccepted,
+    CheckpointRefused,
+    ClientQuery,
+    DeliveryLost,
+    HelperAnswered,
+    HelperFailed,
+    HelperRequested,
+    LatchClosed,
+    Record,
+    RetrievalAnswered,
+    RetrievalDeclined,
+    RetrievalFailed,
+    RetrievalRequested,
+    RewardAnswered,
+    RewardFailed,
+    RewardRequested,
+    RewardReused,
+    RunClaimed,
+    RunClosed,
+    RunResumed,
+)
 
 TEXT_CHARACTERS_MAX: Final = 160
 TITLE_CHARACTERS_MAX: Final = 40
@@ -52,167 +74,169 @@ class Tone(enum.StrEnum):
     RUN = enum.auto()
 
 
-_TONES: Final[Mapping[str, Tone]] = {
-    Kind.RETRIEVAL_ANSWERED: Tone.GOOD,
-    Kind.RETRIEVAL_DECLINED: Tone.WARN,
-    Kind.RETRIEVAL_FAILED: Tone.BAD,
-    Kind.DELIVERY_LOST: Tone.BAD,
-    Kind.HELPER_ANSWERED: Tone.GOOD,
-    Kind.HELPER_FAILED: Tone.BAD,
-    Kind.REWARD_ANSWERED: Tone.GOOD,
-    Kind.REWARD_REUSED: Tone.GOOD,
-    Kind.REWARD_FAILED: Tone.BAD,
-    Kind.LATCH_CLOSED: Tone.BAD,
-    Kind.CHECKPOINT_ACCEPTED: Tone.GOOD,
-    Kind.CHECKPOINT_REFUSED: Tone.WARN,
-    Kind.RUN_CLAIMED: Tone.RUN,
-    Kind.RUN_RESUMED: Tone.RUN,
-    Kind.RUN_CLOSED: Tone.RUN,
+_TONES: Final[Mapping[type[Record], Tone]] = {
+    RetrievalAnswered: Tone.GOOD,
+    RetrievalDeclined: Tone.WARN,
+    RetrievalFailed: Tone.BAD,
+    DeliveryLost: Tone.BAD,
+    HelperAnswered: Tone.GOOD,
+    HelperFailed: Tone.BAD,
+    RewardAnswered: Tone.GOOD,
+    RewardReused: Tone.GOOD,
+    RewardFailed: Tone.BAD,
+    LatchClosed: Tone.BAD,
+    CheckpointAccepted: Tone.GOOD,
+    CheckpointRefused: Tone.WARN,
+    RunClaimed: Tone.RUN,
+    RunResumed: Tone.RUN,
+    RunClosed: Tone.RUN,
 }
 
 
 def tone(record: Record) -> Tone:
     """What a record is about."""
-    return _TONES.get(record.kind, Tone.PLAIN)
+    return _TONES.get(type(record), Tone.PLAIN)
 
 
-def sentence(record: Record) -> str:
-    """What a record says; the data itself where it has none of the shape that is known here."""
-    say = _SENTENCES.get(record.kind, _as_json)
+def sentence(line: Line) -> str:
+    """What a record says; its data as JSON where it has not the shape that is known here."""
     try:
-        return say(record.data)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        return _as_json(record.data)
-
-
-def _as_json(data: Mapping[str, Any]) -> str:
-    return printable(orjson.dumps(data).decode())
+        return _SENTENCES[type(line.record)](line.record)
+    except (
+        errors.LedgerCorrupt,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):
+        return printable(orjson.dumps(line.data).decode())
 
 
 def _quoted(text: str) -> str:
     return f"“{printable(text)}”"
 
 
-def _requested(data: Mapping[str, Any]) -> str:
-    parts = [_quoted(readable_query(data))]
-    if "route" in data:  # another trainer's client
-        parts.append(printable(f"/{data['route']}, {data['top_n']} passages"))
-    if "items" in data:
-        parts.append(f"{data['item']:,} of {data['items']:,}")
+def _requested(record: RetrievalRequested) -> str:
+    asked = record.asked
+    parts = [_quoted(readable_query(asked))]
+    if isinstance(asked, ClientQuery):
+        parts.append(printable(f"/{asked.route}, {asked.top_n} passages"))
+        if asked.items is not None:
+            parts.append(f"{asked.item:,} of {asked.items:,}")
     return "  ".join(parts)
 
 
-def _answered(data: Mapping[str, Any]) -> str:
-    documents = data["documents"]
+def _answered(record: RetrievalAnswered) -> str:
     titles = [
         printable(str(document["contents"]).partition("\n")[0].strip('"'), TITLE_CHARACTERS_MAX)
-        for document in documents
+        for document in record.documents()
     ]
-    dropped = len(data.get("dropped", ()))
     parts = [" · ".join(titles) if titles else "no passage"]
-    if dropped:
-        parts.append(f"{dropped} dropped")
-    parts.append(f"{printable(str(data['cache']))}, {data['took_us'] / 1000:.1f} ms")
+    if record.dropped:
+        parts.append(f"{len(record.dropped)} dropped")
+    parts.append(f"{printable(record.cache)}, {record.took_us / 1000:.1f} ms")
     return "  ".join(parts)
 
 
-def _failed(data: Mapping[str, Any]) -> str:
-    return printable(f"{data['cause']}: {data['detail']}")
+def _failed(record: RetrievalFailed) -> str:
+    return printable(f"{record.cause}: {record.detail}")
 
 
-def _declined(data: Mapping[str, Any]) -> str:
-    return f"{printable(str(data['reason']))} {_quoted(readable_query(data))}"
+def _declined(record: RetrievalDeclined) -> str:
+    return f"{printable(record.reason)} {_quoted(readable_query(record.asked))}"
 
 
-def _latched(data: Mapping[str, Any]) -> str:
-    cause = Cause.from_data(data)
+def _latched(record: LatchClosed) -> str:
+    cause = record.cause
     attempt = "" if cause.number is None else f" (search {cause.number})"
     return printable(f"{cause.cause}: {cause.detail}{attempt}")
 
 
-def _claimed(data: Mapping[str, Any]) -> str:
-    return f"up to {data['max_calls']:,} searches; claim {printable(str(data['claim_sha256']), 16)}"
+def _claimed(record: RunClaimed) -> str:
+    return f"up to {record.max_calls:,} searches; claim {printable(record.claim_sha256, 16)}"
 
 
-def _resumed(data: Mapping[str, Any]) -> str:
-    parts = ["after run.closed" if data["clean"] else "after an end that was not orderly"]
-    if data["torn_bytes"]:
-        parts.append(f"{data['torn_bytes']} torn bytes in {printable(str(data['set_aside']))}")
-    if data["unsettled"]:
-        parts.append(f"{len(data['unsettled'])} searches unsettled")
+def _resumed(record: RunResumed) -> str:
+    parts = ["after run.closed" if record.clean else "after an end that was not orderly"]
+    if record.torn_bytes:
+        parts.append(f"{record.torn_bytes} torn bytes in {printable(str(record.set_aside))}")
+    if record.unsettled:
+        parts.append(f"{len(record.unsettled)} searches unsettled")
     return ", ".join(parts)
 
 
-def _closed(data: Mapping[str, Any]) -> str:
-    verdict = "latched" if data["latched"] else "healthy"
-    asked, answered = data["retrieval_attempts"], data["retrieval_responses"]
+def _closed(record: RunClosed) -> str:
+    verdict = "latched" if record.latched else "healthy"
+    asked, answered = record.usage["retrieval_attempts"], record.usage["retrieval_responses"]
     return f"{verdict}, {answered:,} of {asked:,} searches answered"
 
 
-def _checkpoint(data: Mapping[str, Any]) -> str:
-    place = data.get("path")
-    state = data.get("state")
-    text = f"step {data['step']:,}"
-    if place is not None:
-        text += f" {printable(str(place))}"
-    return text if state is None else f"{text}: the run is {printable(str(state))}"
+def _accepted(record: CheckpointAccepted) -> str:
+    return _step(record.step, record.path)
 
 
-def _lost(data: Mapping[str, Any]) -> str:
-    others = len(data.get("others", ()))
-    more = f"; {others:,} more searches of its batch" if others else ""
-    return printable(f"the client had gone: {data['stage']}{more}")
+def _refused(record: CheckpointRefused) -> str:
+    return f"{_step(record.step, record.path)}: the run is {printable(record.state)}"
 
 
-def _score_requested(data: Mapping[str, Any]) -> str:
-    return printable(f"{data['split']}: a rollout of {len(data['solution_str']):,} characters")
+def _step(step: int, path: str | None) -> str:
+    return f"step {step:,}" if path is None else f"step {step:,} {printable(path)}"
 
 
-def _score_answered(data: Mapping[str, Any]) -> str:
-    verdicts = ", ".join(map(str, data["verdicts"]))
-    return printable(f"{data['split']}: reward {data['reward']}, verdicts {verdicts or 'none'}")
+def _lost(record: DeliveryLost) -> str:
+    more = f"; {len(record.others):,} more searches of its batch" if record.others else ""
+    return printable(f"the client had gone: {record.stage}{more}")
 
 
-def _score_reused(data: Mapping[str, Any]) -> str:
-    return printable(f"{data['split']}: the reward of score {data['of']} again")
+def _score_requested(record: RewardRequested) -> str:
+    return printable(f"{record.split}: a rollout of {len(record.solution_str):,} characters")
 
 
-def _score_failed(data: Mapping[str, Any]) -> str:
-    return printable(f"{data['split']}: {data['code']}: {data['detail']}")
+def _score_answered(record: RewardAnswered) -> str:
+    verdicts = ", ".join(map(str, record.verdicts))
+    return printable(f"{record.split}: reward {record.reward}, verdicts {verdicts or 'none'}")
 
 
-def _call_requested(data: Mapping[str, Any]) -> str:
-    return printable(f"{data['split']} score {data['score']}: {data['prompt_bytes']:,} bytes")
+def _score_reused(record: RewardReused) -> str:
+    return printable(f"{record.split}: the reward of score {record.of} again")
 
 
-def _call_answered(data: Mapping[str, Any]) -> str:
-    read, wrote = data["input_tokens"], data["output_tokens"]
-    told = f"{data['split']} score {data['score']}: {read:,} tokens read, {wrote:,} written"
-    return f"{printable(told)}  {_quoted(data['text'])}"
+def _score_failed(record: RewardFailed) -> str:
+    return printable(f"{record.split}: {record.code}: {record.detail}")
 
 
-def _call_failed(data: Mapping[str, Any]) -> str:
-    where = f"{data['split']} score {data['score']}"
-    return printable(f"{where}: {data['code']}: {data['detail']}")
+def _call_requested(record: HelperRequested) -> str:
+    return printable(f"{record.split} score {record.score}: {record.prompt_bytes:,} bytes")
 
 
-_SENTENCES: Final = {
-    Kind.RUN_CLAIMED.value: _claimed,
-    Kind.RUN_RESUMED.value: _resumed,
-    Kind.RUN_CLOSED.value: _closed,
-    Kind.RETRIEVAL_REQUESTED.value: _requested,
-    Kind.RETRIEVAL_ANSWERED.value: _answered,
-    Kind.RETRIEVAL_FAILED.value: _failed,
-    Kind.RETRIEVAL_DECLINED.value: _declined,
-    Kind.DELIVERY_LOST.value: _lost,
-    Kind.REWARD_REQUESTED.value: _score_requested,
-    Kind.REWARD_ANSWERED.value: _score_answered,
-    Kind.REWARD_REUSED.value: _score_reused,
-    Kind.REWARD_FAILED.value: _score_failed,
-    Kind.HELPER_REQUESTED.value: _call_requested,
-    Kind.HELPER_ANSWERED.value: _call_answered,
-    Kind.HELPER_FAILED.value: _call_failed,
-    Kind.LATCH_CLOSED.value: _latched,
-    Kind.CHECKPOINT_ACCEPTED.value: _checkpoint,
-    Kind.CHECKPOINT_REFUSED.value: _checkpoint,
+def _call_answered(record: HelperAnswered) -> str:
+    read, wrote = record.input_tokens, record.output_tokens
+    spent = f"{record.split} score {record.score}: {read:,} tokens read, {wrote:,} written"
+    return f"{printable(spent)}  {_quoted(record.text)}"
+
+
+def _call_failed(record: HelperFailed) -> str:
+    return printable(f"{record.split} score {record.score}: {record.code}: {record.detail}")
+
+
+_SENTENCES: Final[Mapping[type[Record], Callable[[Any], str]]] = {
+    RunClaimed: _claimed,
+    RunResumed: _resumed,
+    RunClosed: _closed,
+    RetrievalRequested: _requested,
+    RetrievalAnswered: _answered,
+    RetrievalFailed: _failed,
+    RetrievalDeclined: _declined,
+    DeliveryLost: _lost,
+    RewardRequested: _score_requested,
+    RewardAnswered: _score_answered,
+    RewardReused: _score_reused,
+    RewardFailed: _score_failed,
+    HelperRequested: _call_requested,
+    HelperAnswered: _call_answered,
+    HelperFailed: _call_failed,
+    LatchClosed: _latched,
+    CheckpointAccepted: _accepted,
+    CheckpointRefused: _refused,
 }

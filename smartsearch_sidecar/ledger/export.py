@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,15 @@ from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.recorded_queries import recorded_query, rules_of
 from smartsearch_sidecar.ledger.recovery import read_latch
 from smartsearch_sidecar.run.json_values import canonical_digest
-from smartsearch_sidecar.run.record import Kind, Line
+from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.run.record import (
+    ClientQuery,
+    LatchClosed,
+    NativeCall,
+    RetrievalAnswered,
+    RetrievalFailed,
+    RetrievalRequested,
+)
 
 SOURCE: Final = "smartsearch.wikipedia_search"
 _CLAIM_KEYS: Final = (
@@ -112,7 +120,7 @@ class _Layout:
         for line in scan:
             try:
                 self._line(line)
-            except (AttributeError, LookupError, TypeError, ValueError) as exc:
+            except (errors.LedgerCorrupt, AttributeError, LookupError, TypeError) as exc:
                 reason = f"the {line.record.kind} record cannot be exported ({exc!r:.80})"
                 raise errors.LEDGER_CORRUPT(f"{scan.place}: {reason}") from None
         if scan.problem is not None:
@@ -131,26 +139,25 @@ class _Layout:
         )
 
     def _line(self, line: Line) -> None:
-        kind, number, data = line.record
-        if kind == Kind.LATCH_CLOSED:
-            self._rejection = data
-        if number is None:
-            return
-        if kind == Kind.RETRIEVAL_REQUESTED:
-            if "route" in data:
+        match line.record:
+            case LatchClosed(cause):
+                self._rejection = cause.to_data()
+            case RetrievalRequested(number, ClientQuery(route)):
                 raise errors.USAGE(
-                    f"search {number} came by /{data['route']:.20}, for which the reference has no "
+                    f"search {number} came by /{route:.20}, for which the reference has no "
                     "files: only a run whose every search came by /execute can be exported to it"
                 )
-            self._queries[number] = recorded_query(data, self._rules)
-            self._save(f"request-{number:06d}.json", {"env": data["env"], "call": data["call"]})
-        elif kind == Kind.RETRIEVAL_ANSWERED:
-            value = response(self._queries.pop(number), data["documents"], self._identity)
-            self._save(f"response-{number:06d}.json", value)
-        elif kind == Kind.RETRIEVAL_FAILED:
-            self._queries.pop(number)
-            self._failed.add(number)
-            self._save(f"failed-{number:06d}.json", failure(data))
+            case RetrievalRequested(number, NativeCall() as asked):
+                self._queries[number] = recorded_query(asked, self._rules)
+                self._save(f"request-{number:06d}.json", {"env": asked.env, "call": asked.call})
+            case RetrievalAnswered(number) as answered:
+                query = self._queries.pop(number)
+                value = response(query, answered.documents(), self._identity)
+                self._save(f"response-{number:06d}.json", value)
+            case RetrievalFailed(number) as failed:
+                self._queries.pop(number)
+                self._failed.add(number)
+                self._save(f"failed-{number:06d}.json", failure(failed))
 
     def _reject(self) -> None:
         """The first failure, unless it is a failed attempt's, which has its own file."""
@@ -179,18 +186,18 @@ class _Layout:
             stream.write(data)
 
 
-def failure(data: Mapping[str, Any]) -> dict[str, Any]:
-    """``failed-%06d.json`` of a ``retrieval.failed`` record."""
+def failure(failed: RetrievalFailed) -> dict[str, Any]:
+    """``failed-%06d.json`` of a search."""
     return {
-        "error_type": data["cause"],
-        "error": data["detail"],
+        "error_type": failed.cause,
+        "error": failed.detail,
         "attempt_consumed": True,
         "no_automatic_retry": True,
     }
 
 
 def response(
-    query: str, documents: list[Mapping[str, Any]], identity: Mapping[str, Any]
+    query: str, documents: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``response-%06d.json`` of one answered search; ``documents`` as recorded, best first."""
     clean = [

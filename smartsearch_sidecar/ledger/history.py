@@ -1,7 +1,7 @@
 """A journal read line by line into the history it tells: order, chain, fold and the last line.
 
-The rules of reading, without I/O. ``resume``, ``verify`` and everything else that reads a whole
-journal goes through ``History``, so what one of them refuses none of them reads.
+The rules of reading, without I/O. ``resume``, ``verify`` and all other code that reads a whole
+journal goes through ``History``, so what one of them refuses the others refuse too.
 
 A record follows another when its ``seq`` is the next and its ``prev`` the other's ``sum``. The
 first one is ``run.claimed``, and its ``prev`` is the digest of ``claim.json``. What the fold does
@@ -14,22 +14,24 @@ import enum
 from collections import Counter
 from dataclasses import dataclass
 
+import orjson
+
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.record import (
-    Kind,
+from smartsearch_sidecar.ledger.disk import CLAIM
+from smartsearch_sidecar.run.line import (
+    FORMAT,
     Line,
     begins_with_record,
     claim_digest,
     decode_line,
     line_sum,
+    newer_format,
 )
+from smartsearch_sidecar.run.record import LatchClosed, RunClaimed
 from smartsearch_sidecar.run.state import RunState
 
 LINE_BYTES_MAX = 256 * 1024 * 1024
 """Bytes of one line: five documents of 8 Mi characters, escaped and in UTF-8, still fit."""
-
-_RUN_CLAIMED = Kind.RUN_CLAIMED.value
-_LATCH_CLOSED = Kind.LATCH_CLOSED.value
 
 
 class Tail(enum.StrEnum):
@@ -62,6 +64,7 @@ class History:
         """
         self._documents = documents
         self.claim_sha256 = None if claim is None else claim_digest(claim)
+        self._newer = None if claim is None else _newer(claim)
         self.state = RunState()
         self.seq = 0
         self.head = self.claim_sha256 or ""
@@ -75,24 +78,22 @@ class History:
 
         Raises ``LedgerCorrupt`` with the reason; the place is the caller's to name.
         """
+        if self._newer is not None:  # before anything of it is judged by the rules of this version
+            raise errors.LEDGER_CORRUPT(self._newer)
         line = decode_line(raw, documents=self._documents)
-        seq, _, prev, total, record = line
+        seq, _, prev, total, record, _ = line
         if seq != self.seq + 1:
             raise errors.LEDGER_CORRUPT(f"record {seq} comes after record {self.seq}")
         if prev != self.head:
             raise errors.LEDGER_CORRUPT(self._chain_broken())
-        kind = record.kind
         if seq == 1:
             self._first(line)
-        elif kind == _RUN_CLAIMED:
+        elif type(record) is RunClaimed:
             raise errors.LEDGER_CORRUPT("the run was claimed twice")
-        try:
-            self.state.fold(record)
-        except errors.InvariantBroken as exc:  # live a fault of ours, read back one of the file's
-            raise errors.LEDGER_CORRUPT(exc.message) from None
+        self.state.fold(record)
         self.seq, self.head, self.last = seq, total, line
-        self.kinds[kind] += 1
-        if kind == _LATCH_CLOSED:
+        self.kinds[record.kind.value] += 1
+        if type(record) is LatchClosed:
             self.latch = line
         return line
 
@@ -117,9 +118,9 @@ class History:
         return End(Tail.TORN, 0, newline=False)
 
     def _first(self, line: Line) -> None:
-        if line.record.kind != _RUN_CLAIMED:
+        if not isinstance(line.record, RunClaimed):
             raise errors.LEDGER_CORRUPT(f"the first record is {line.record.kind}, not run.claimed")
-        if line.record.data.get("claim_sha256") != self.claim_sha256:
+        if line.record.claim_sha256 != self.claim_sha256:
             raise errors.LEDGER_CORRUPT("the first record names another claim.json")
         self.first_at = line.at
 
@@ -129,3 +130,12 @@ class History:
         if self.claim_sha256 is None:
             return "claim.json is missing, and the first record chains to it"
         return "claim.json is not the one the first record chains to"
+
+
+def _newer(claim: bytes) -> str | None:
+    """Why a claim is not read, if it states a newer format; a claim cut short states none."""
+    try:
+        value = orjson.loads(claim)
+    except orjson.JSONDecodeError:
+        return None
+    return newer_format(CLAIM, value, FORMAT)

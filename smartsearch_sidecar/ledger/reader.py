@@ -24,7 +24,7 @@ from smartsearch_sidecar.ledger.disk import (
     segment_name,
 )
 from smartsearch_sidecar.ledger.history import LINE_BYTES_MAX, End, History, Tail
-from smartsearch_sidecar.run.record import Line
+from smartsearch_sidecar.run.line import Line
 
 CHUNK_BYTES = 64 * 1024  # a chunk and its lines fit the processor's cache
 FILE_BYTES_MAX = 64 * 1024 * 1024  # of claim.json, latch.json or a receipt: KB in any real run
@@ -187,7 +187,7 @@ class Scan:
         return Place(self._file, self._line, self._offset)
 
     def drain(self) -> None:
-        """Reads everything, for who only asks what it came to."""
+        """Reads everything, for a caller that only asks what it came to."""
         for _ in self:
             pass
 

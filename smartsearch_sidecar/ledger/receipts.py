@@ -15,7 +15,11 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.run.record import Kind, Line
+from smartsearch_sidecar.run.line import Line, newer_format
+from smartsearch_sidecar.run.record import CheckpointAccepted
+
+FORMAT = 1
+"""Of a receipt, stated in it. It grows when an older version would read a receipt wrongly."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # What the receipt of a checkpoint and its record both say.
@@ -65,6 +69,9 @@ class CheckpointReceipt:
             raise errors.USAGE("the receipt is not JSON: keep the body of /checkpoints") from None
         if type(value) is not dict:
             raise errors.USAGE("the receipt is not an object: keep the body of /checkpoints")
+        newer = newer_format("the receipt", value, FORMAT)
+        if newer is not None:
+            raise errors.USAGE(newer)
         own = Place.parse(value, "the receipt")
         nodes = value.get("nodes", {})
         if type(nodes) is not dict or any(type(node) is not dict for node in nodes.values()):
@@ -109,10 +116,9 @@ def hold(
         return f"the receipt is of another history: record {place.seq} has another sum"
     if place.claim_sha256 != receipt.claim_sha256:
         return None if healthy else f"at record {place.seq} this node was not healthy"
-    if line.record.kind != Kind.CHECKPOINT_ACCEPTED:
+    if not isinstance(line.record, CheckpointAccepted):
         return f"record {receipt.seq} accepts no checkpoint: it is {line.record.kind}"
-    value, data = receipt.value, line.record.data
-    stated = {**data, "number": line.record.number}
+    value, stated = receipt.value, {**line.data, "number": line.record.number}
     for key in ("number", *_RECEIPT_KEYS):
         if key in value and value[key] != stated.get(key):
             return f"the receipt says another {key} than record {receipt.seq}"

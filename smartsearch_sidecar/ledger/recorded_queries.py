@@ -1,15 +1,17 @@
-"""From a recorded request back to the words that were searched."""
+"""From what was recorded of a request back to the words that were searched.
+
+Records name the query since it is recorded beside the call. Where a journal is older, the call is
+parsed again: here, and nowhere else.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.call_syntax import TOP_N, parse_call
 from smartsearch_sidecar.contract.execute import ExecuteRules, parse_execute
+from smartsearch_sidecar.run.record import Asked, ClientQuery
 
 
 def rules_of(claim: bytes) -> ExecuteRules:
@@ -23,16 +25,14 @@ def rules_of(claim: bytes) -> ExecuteRules:
         ) from None
 
 
-def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
-    """The query of a ``retrieval.requested`` record as it was searched: stripped, else verbatim.
+def recorded_query(asked: Asked, rules: ExecuteRules) -> str:
+    """The query of a search as it was searched: stripped, else verbatim.
 
-    The routes of other trainers record ``route``, ``query`` and ``top_n``; ``/execute`` records
-    ``env`` and ``call``. Raises ``LedgerCorrupt`` where the recorded call is none that the run's
-    own contract takes.
+    Raises ``LedgerCorrupt`` where an old journal's call is none that the run's own contract takes.
     """
-    if "query" in data:
-        return str(data["query"]).strip()
-    body = orjson.dumps({"env": data.get("env"), "call": data.get("call")})
+    if asked.query is not None:
+        return asked.query.strip()
+    body = orjson.dumps({"env": asked.env, "call": asked.call})
     try:
         return parse_execute(body, rules).query.strip()
     except errors.InvalidRequest as exc:
@@ -41,20 +41,24 @@ def recorded_query(data: Mapping[str, Any], rules: ExecuteRules) -> str:
         ) from None
 
 
-def recorded_top_n(data: Mapping[str, Any]) -> int:
-    """How many passages a ``retrieval.requested`` record asks for. Raises ``LedgerCorrupt``."""
-    top_n = data.get("top_n", TOP_N)  # a request of `/execute` does not record it
-    if type(top_n) is not int or top_n < 1:
+def recorded_top_n(asked: Asked) -> int:
+    """How many passages a search asks for. Raises ``LedgerCorrupt``."""
+    top_n = asked.top_n if isinstance(asked, ClientQuery) else TOP_N
+    if top_n < 1:
         raise errors.LEDGER_CORRUPT("a recorded request does not say how many passages it asks for")
     return top_n
 
 
-def readable_query(data: Mapping[str, Any]) -> str:
-    """The query of a request for a person: of any call that can be read, else the call itself."""
-    if "query" in data:
-        return str(data["query"])
-    call = str(data.get("call", ""))
+def readable_query(asked: Asked) -> str:
+    """The query of a request for a person; the call itself where it cannot be read.
+
+    A query without a UTF-8 form is recorded as empty, so of an empty one the call can say more.
+    """
+    if isinstance(asked, ClientQuery):
+        return asked.query
+    if asked.query:
+        return asked.query
     try:
-        return parse_call(call)[0]
+        return parse_call(asked.call)[0]
     except errors.InvalidRequest:
-        return call
+        return asked.call

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.writer import Receipt, Writer
-from smartsearch_sidecar.run.record import Draft, Kind, Record, draft
-from smartsearch_sidecar.run.state import Cause, RunState
+from smartsearch_sidecar.run.line import Draft
+from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
+from smartsearch_sidecar.run.state import RunState
 
 
 def utf8_safe(sentence: str) -> str:
@@ -26,10 +26,6 @@ def utf8_safe(sentence: str) -> str:
     return sentence.encode("utf-8", "backslashreplace").decode()
 
 
-Told = Callable[[Kind, int | None, Mapping[str, Any], bytes | None], None]
-"""Told of each decision once it is folded: kind, number, data, documents. Must not raise."""
-
-
 class Recorder:
     """The run's state and its writer, kept in step. Everything here is called on the loop.
 
@@ -37,37 +33,45 @@ class Recorder:
     ``latched`` is set once the latch is closed.
     """
 
-    def __init__(self, state: RunState, writer: Writer, *, told: Told | None = None) -> None:
-        self.state = state
-        self._told = told
-        self.writer = writer
+    def __init__(self, state: RunState, writer: Writer) -> None:
+        self._state = state
+        self._writer = writer
         self.refused: Counter[str] = Counter()
         self.latched = asyncio.Event()
         self._latch_receipt: asyncio.Future[Receipt] | None = None
         if state.closed:
             self.latched.set()
 
-    def fold(
-        self,
-        kind: Kind,
-        number: int | None,
-        data: Mapping[str, Any],
-        documents_json: bytes | None = None,
-    ) -> Draft:
+    def fold(self, record: Record) -> Draft:
         """Encodes and folds a decision, which the caller posts in the same step."""
-        item = draft(kind, number, data, documents_json=documents_json)
-        self.state.fold(item.record)
-        if self._told is not None:
-            self._told(kind, number, data, documents_json)
+        item = Draft(record, record.to_json())
+        self._state.fold(record)
         return item
 
-    def post(self, kind: Kind, number: int | None, data: Mapping[str, Any]) -> None:
+    def post(self, record: Record) -> None:
         """Folds a decision and hands it to the writer. Raises ``LedgerFailed`` after a failure."""
-        self.writer.post(self.fold(kind, number, data))
+        self._writer.post(self.fold(record))
 
-    async def record(self, kind: Kind, number: int | None, data: Mapping[str, Any]) -> Receipt:
-        """Folds a decision and returns once it is on the medium."""
-        return await self.writer.post_for_receipt(self.fold(kind, number, data))
+    def post_all(self, records: Sequence[Record]) -> None:
+        """``post`` for decisions that were made together: all of them are encoded, or none."""
+        for item in self._fold_all(records):
+            self._writer.post(item)
+
+    async def record_all(self, records: Sequence[Record]) -> None:
+        """Like ``post_all``; returns once all of them are on the medium."""
+        receipts = [self._writer.post_for_receipt(item) for item in self._fold_all(records)]
+        for receipt in receipts:
+            await receipt
+
+    def _fold_all(self, records: Sequence[Record]) -> list[Draft]:
+        items = [Draft(record, record.to_json()) for record in records]
+        for record in records:
+            self._state.fold(record)
+        return items
+
+    def post_for_receipt(self, record: Record) -> asyncio.Future[Receipt]:
+        """Like ``post``; the future resolves once the record is on the medium."""
+        return self._writer.post_for_receipt(self.fold(record))
 
     # --- the latch --------------------------------------------------------------------------------
 
@@ -75,28 +79,34 @@ class Recorder:
         self, cause: str, *, number: int | None = None, consumed: bool = False, detail: str = ""
     ) -> None:
         """Closes the latch with its first cause; a later one changes nothing. Never raises."""
-        if self.state.closed:
+        if self._state.closed:
             return
-        value = Cause(cause, number, consumed, utf8_safe(detail))
-        item = self.fold(Kind.LATCH_CLOSED, number, value.as_data())
+        item = self.fold(LatchClosed(Cause(cause, number, consumed, utf8_safe(detail))))
         self.latched.set()
         try:
-            self._latch_receipt = self.writer.post_for_receipt(item)
+            self._latch_receipt = self._writer.post_for_receipt(item)
         except errors.LedgerFailed:
-            return  # the ledger is beyond saying so; the state refuses all the same
+            return  # the ledger takes no record any more; the state refuses all the same
 
     def ledger_failed(self, failure: errors.LedgerFailed) -> None:
-        """Told once by the writer: the door closes at once, whatever the disk can still take."""
-        if not self.state.closed:
-            value = Cause("ledger_failed", None, False, failure.message)
-            self.state.fold(Record(Kind.LATCH_CLOSED.value, None, value.as_data()))
+        """Called once by the writer: the run refuses at once, whatever the disk can still take."""
+        if not self._state.closed:
+            cause = Cause("ledger_failed", None, attempt_consumed=False, detail=failure.message)
+            self._state.fold(LatchClosed(cause))
         self.latched.set()
 
     async def refuse(self, exc: errors.SidecarError) -> None:
-        """Counts a refusal, closes the latch where it must, and returns once that is durable."""
-        if not exc.counted:
-            self.refused[exc.cause or exc.code] += 1
-            exc.counted = True
+        """Counts a refusal, closes the latch where it must, and returns once that is durable.
+
+        Called once a request, by what answers it. A lost client is not counted here: it is counted
+        where the loss is noticed, which is often after the answer.
+        """
+        if not errors.CLIENT_GONE.matches(exc):
+            self.refused[exc.closes_as] += 1
+        await self.latch_for(exc)
+
+    async def latch_for(self, exc: errors.SidecarError) -> None:
+        """Closes the latch where a failure has to, and returns once that is durable."""
         if exc.cause is not None:
             self.close_latch(exc.cause, detail=exc.message)
             await self.latch_durable()
@@ -106,5 +116,5 @@ class Recorder:
         receipt = self._latch_receipt
         if receipt is not None and not receipt.done():
             await asyncio.shield(receipt)
-        if self.writer.failure is not None:
-            raise errors.LEDGER_FAILED(self.writer.failure.message)
+        if self._writer.failure is not None:
+            raise errors.LEDGER_FAILED(self._writer.failure.message)

@@ -6,14 +6,14 @@ writer, an answer waits for the sync that covers it, and a new segment begins on
 is on the medium. So:
 
 - *clean*: every line is whole. Nothing is touched; a last line that lacks only its newline gets it.
-- *torn*: the last segment ends in bytes without a valid sum, or in NUL bytes. Nobody was answered
+- *torn*: the last segment ends in bytes without a valid sum, or in NUL bytes. No answer was given
   from them. They are copied aside and trimmed.
 - *corrupt*: anything else. No crash leaves it, so nothing is touched and nothing is served.
 
 The latch is in two places, so that losing one cannot open it: a ``latch.closed`` record, and then
 ``latch.json``, written once the record is on the medium. A ``latch.json`` that names a record the
-journal lacks therefore shows that the journal's end was cut off. One that names none was left by a
-ledger that could take no record, or was itself cut short: the run has failed all the same.
+journal lacks therefore shows that the journal's end was cut off. One that names no record was left
+by a ledger that could take none, or was itself cut short: the run has failed all the same.
 
 A second table says whether the restart itself closes the latch. Nothing here opens a file.
 """
@@ -163,7 +163,7 @@ def observe_latch(raw: bytes | None, history: History) -> LatchFile:
     line = history.latch
     if line is None or (value.get("seq"), value.get("sum")) != (line.seq, line.sum):
         return LatchFile.DISAGREES
-    said = line.record.data
+    said = line.data
     same = all(value.get(key) == said.get(key) for key in ("cause", "number", "attempt_consumed"))
     return LatchFile.AGREES if same else LatchFile.DISAGREES
 

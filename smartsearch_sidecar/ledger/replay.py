@@ -24,7 +24,8 @@ from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.recorded_queries import recorded_query, recorded_top_n, rules_of
-from smartsearch_sidecar.run.record import Kind, Line
+from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.run.record import RetrievalAnswered, RetrievalFailed, RetrievalRequested
 
 TIE: Final = 1e-5
 """Relative difference of two scores that are as good as equal: single precision, summed."""
@@ -147,18 +148,17 @@ class _Recorded:
         return found
 
     def _asked(self, line: Line) -> _Asked | None:
-        kind, number, data = line.record
-        if number is None:
-            return None
-        if kind == Kind.RETRIEVAL_REQUESTED:
-            self._open[number] = (recorded_query(data, self._rules), recorded_top_n(data))
-        elif kind == Kind.RETRIEVAL_FAILED:
-            self._open.pop(number, None)
-        elif kind == Kind.RETRIEVAL_ANSWERED:
-            documents = data.get("documents")
-            if not isinstance(documents, list):
-                raise errors.LEDGER_CORRUPT(f"{self.scan.place}: an answer without documents")
-            return _Asked(number, *self._open.pop(number), documents)
+        match line.record:
+            case RetrievalRequested(number, asked):
+                self._open[number] = (recorded_query(asked, self._rules), recorded_top_n(asked))
+            case RetrievalFailed(number):
+                self._open.pop(number, None)
+            case RetrievalAnswered(number) as answered:
+                try:
+                    documents = answered.documents()
+                except errors.LedgerCorrupt as exc:
+                    raise errors.LEDGER_CORRUPT(f"{self.scan.place}: {exc.message}") from None
+                return _Asked(number, *self._open.pop(number), documents)
         return None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import CLAIM, LATCH
@@ -32,7 +31,8 @@ from smartsearch_sidecar.ledger.recovery import (
     restart_cause,
 )
 from smartsearch_sidecar.ledger.writer import latch_file
-from smartsearch_sidecar.run.state import Cause, RunState
+from smartsearch_sidecar.run.record import Cause, LatchClosed, RunResumed
+from smartsearch_sidecar.run.state import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +64,15 @@ class Reopened:
         """Whether anything was recorded: otherwise the run begins now, with ``run.claimed``."""
         return self.seq > 0
 
-    def resumed_data(self) -> dict[str, Any]:
-        """The data of the ``run.resumed`` record."""
-        return {
-            "clean": self.clean,
-            "ending": self.ending.value,
-            "torn_bytes": self.torn_bytes,
-            "set_aside": None if self.set_aside is None else self.set_aside.name,
-            "unsettled": list(self.unsettled),
-        }
+    def resumed(self) -> RunResumed:
+        """What the journal says of the restart."""
+        return RunResumed(
+            clean=self.clean,
+            ending=self.ending.value,
+            torn_bytes=self.torn_bytes,
+            set_aside=None if self.set_aside is None else self.set_aside.name,
+            unsettled=self.unsettled,
+        )
 
     def cause(self, on_unclean: OnUnclean) -> Cause | None:
         """Why the latch is to be closed first of all, if it is to be and is not already."""
@@ -112,9 +112,9 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
         raise errors.LEDGER_CORRUPT(_refusal(files.directory, scan, verdict))
     torn, aside = _mend(files, scan)
     line = history.latch
-    if verdict.write_latch and line is not None:
-        data = line.record.data
-        files.create_only(LATCH, latch_file(seq=line.seq, at=line.at, total=line.sum, data=data))
+    if verdict.write_latch and line is not None and isinstance(line.record, LatchClosed):
+        cause = line.record.cause
+        files.create_only(LATCH, latch_file(seq=line.seq, at=line.at, total=line.sum, cause=cause))
     if claim is not None and not _is_whole(claim, history):
         files.remove(CLAIM)
         claim = None

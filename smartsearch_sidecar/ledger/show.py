@@ -10,7 +10,8 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.describe import Tone, printable, sentence, tone
-from smartsearch_sidecar.run.record import KINDS, Line
+from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.run.record import KINDS
 
 # --- which ----------------------------------------------------------------------------------------
 
@@ -95,19 +96,19 @@ def shown(line: Line) -> Shown:
     """A record in one readable line."""
     record = line.record
     at = printable(line.at.replace("T", " ").removesuffix("Z"))
-    return Shown(line.seq, at, record.kind, record.number, tone(record), sentence(record))
+    return Shown(line.seq, at, record.kind, record.number, tone(record), sentence(line))
 
 
 def json_line(line: Line) -> str:
     """A record as one line of JSON: the recorded value, in characters no terminal obeys."""
-    seq, at, prev, total, record = line
+    seq, at, prev, total, record, data = line
     value = {
         "seq": seq,
         "at": at,
         "prev": prev,
         "kind": record.kind,
         "number": record.number,
-        "data": record.data,
+        "data": data,
         "sum": total,
     }
     text = orjson.dumps(value).decode()

@@ -1,4 +1,4 @@
-"""From a run directory to a recorder: a new run begins, or one that was goes on.
+"""From a run directory to a ``Run``: a new one begins, or an old one goes on.
 
 Two halves, because a run may only be claimed once its provider has said who it is:
 ``take_directory`` holds the directory (and reads the history of one that is resumed), ``begin``
@@ -18,12 +18,15 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.claim import build_claim
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.reader import Progress
-from smartsearch_sidecar.ledger.recorder import Recorder, Told
+from smartsearch_sidecar.ledger.recorder import Recorder
 from smartsearch_sidecar.ledger.resume import Reopened, reopen, require_same_claim
+from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.ledger.verify import describe_previous
-from smartsearch_sidecar.ledger.writer import Observe, Writer
-from smartsearch_sidecar.run.record import Kind, claim_digest
-from smartsearch_sidecar.run.reward_state import quotas_of
+from smartsearch_sidecar.ledger.writer import Writer
+from smartsearch_sidecar.metrics import Observer
+from smartsearch_sidecar.run.line import claim_digest
+from smartsearch_sidecar.run.record import RunClaimed, SplitQuotas
+from smartsearch_sidecar.run.shared_quota import SharedQuota
 from smartsearch_sidecar.run.state import RunState
 
 MIB = 1024 * 1024
@@ -47,7 +50,7 @@ def take_directory(
     files.resume()
     try:
         found = reopen(files, progress=progress)
-        files.remove(ENDPOINTS)  # a killed process left it: nobody is to be sent to its port
+        files.remove(ENDPOINTS)  # a killed process left it, and its port may be another program's
         return found
     except OSError as exc:
         files.close()
@@ -63,20 +66,17 @@ def _unwritable(files: RunFiles, exc: OSError) -> errors.UsageError:
     )
 
 
-def claimed_data(config: Config, claim: bytes) -> dict[str, Any]:
-    """The data of ``run.claimed``: the quotas the fold holds the run to."""
-    data: dict[str, Any] = {
-        "max_calls": config.execute.max_calls,
-        "claim_sha256": claim_digest(claim),
-    }
+def claimed(config: Config, claim: bytes) -> RunClaimed:
+    """The first record: the quotas the fold holds the run to."""
+    reward = cluster = None
     if config.reward.enabled:
-        data["reward"] = {
-            "train": quotas_of(config.reward),
-            "validation": quotas_of(config.reward.validation),
+        reward = {
+            "train": SplitQuotas.of(config.reward),
+            "validation": SplitQuotas.of(config.reward.validation),
         }
     if config.cluster is not None:
-        data["cluster"] = {"run_id": config.cluster.run_id, "node": config.cluster.node}
-    return data
+        cluster = {"run_id": config.cluster.run_id, "node": config.cluster.node}
+    return RunClaimed(config.execute.max_calls, claim_digest(claim), reward, cluster)
 
 
 async def begin(
@@ -85,11 +85,11 @@ async def begin(
     found: Reopened | None,
     claim_facts: dict[str, Any],
     *,
-    observe: Observe | None = None,
-    told: Told | None = None,
+    observer: Observer | None = None,
     join: Join | None = None,
-) -> Recorder:
-    """Claims a new run, or continues one, and returns its recorder with the writer running.
+    quota: SharedQuota | None = None,
+) -> Run:
+    """Claims a new run, or continues one, and returns it with its writer running.
 
     ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, or
     no end, closes the latch here, before anything can be asked. ``join`` comes before anything is
@@ -113,6 +113,7 @@ async def begin(
         except OSError as exc:
             raise _unwritable(files, exc) from None
     begun = found is not None and found.begun
+    heard = observer or Observer()
     recorder: Recorder
     writer = Writer(
         files,
@@ -120,28 +121,27 @@ async def begin(
         head=found.head if found is not None and begun else claim_digest(claim),
         segment_bytes_max=config.ledger.segment_mib * MIB,
         on_failure=lambda failure: recorder.ledger_failed(failure),
-        observe=observe,
+        on_batch=heard.batch,
     )
-    recorder = Recorder(found.state if found is not None else RunState(), writer, told=told)
+    state = found.state if found is not None else RunState()
+    recorder = Recorder(state, writer)
     writer.start()
     try:
-        if found is None or not begun:
-            await recorder.record(Kind.RUN_CLAIMED, None, claimed_data(config, claim))
-        else:
-            await recorder.record(Kind.RUN_RESUMED, None, found.resumed_data())
+        first = found.resumed() if found is not None and begun else claimed(config, claim)
+        await recorder.post_for_receipt(first)
         if found is not None:
             await _close_if_broken(recorder, found, config)
     except BaseException:
         await writer.close()  # before the caller lets go of the files
         raise
-    return recorder
+    return Run(state, recorder, writer, quota, heard)
 
 
 async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:
     cause = found.cause(config.run.on_unclean_restart)
     log = structlog.get_logger("opening")
     log.info("resumed", clean=found.clean, ending=found.ending.value, torn_bytes=found.torn_bytes)
-    if cause is not None and not recorder.state.closed:
+    if cause is not None:
         recorder.close_latch(
             cause.cause, number=cause.number, consumed=cause.attempt_consumed, detail=cause.detail
         )

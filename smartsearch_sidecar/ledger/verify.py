@@ -24,7 +24,8 @@ from smartsearch_sidecar.ledger.reader import Problem, Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.receipts import CheckpointReceipt, hold
 from smartsearch_sidecar.ledger.recovery import Action, Ending, Verdict, judge, read_latch
 from smartsearch_sidecar.ledger.resume import observe
-from smartsearch_sidecar.run.record import Kind, Line, claim_digest
+from smartsearch_sidecar.run.line import Line, claim_digest
+from smartsearch_sidecar.run.record import CheckpointAccepted
 from smartsearch_sidecar.run.state import RunState
 
 __all__ = ["CheckpointReceipt", "Verification", "describe_previous", "verify"]
@@ -85,7 +86,7 @@ class Verification:
             "unsettled": len(state.searching),
             "restarts": state.restarts,
             "closed_cleanly": state.closed_cleanly,
-            "cause": None if state.cause is None else state.cause.as_data(),
+            "cause": None if state.cause is None else state.cause.to_data(),
             "last_checkpoint": None if self.checkpoint is None else dict(self.checkpoint),
         }
 
@@ -113,8 +114,8 @@ def verify(
         asked = receipt.place(None if claim is None else claim_digest(claim)).seq
     checkpoint: dict[str, Any] | None = None
     for line in scan:
-        if line.record.kind == Kind.CHECKPOINT_ACCEPTED:
-            checkpoint = _checkpoint(line)
+        if isinstance(line.record, CheckpointAccepted):
+            checkpoint = _checkpoint(line, line.record)
         if line.seq == asked:
             at_receipt = line
             healthy = history.state.settled and not history.state.closed
@@ -167,16 +168,15 @@ def _notes(scan: Scan, latch: bytes | None, verdict: Verdict, *, served: bool) -
 
 def _torn_reason(torn: int) -> str:
     return (
-        f"the last line is torn ({torn} bytes): the process was killed while it wrote, and nobody "
+        f"the last line is torn ({torn} bytes): the process was killed while it wrote, and nothing "
         "was answered from them; `serve --resume` sets them aside"
     )
 
 
-def _checkpoint(line: Line) -> dict[str, Any]:
-    data = line.record.data
+def _checkpoint(line: Line, record: CheckpointAccepted) -> dict[str, Any]:
     return {
-        "number": line.record.number,
-        "step": data.get("step"),
+        "number": record.number,
+        "step": record.step,
         "seq": line.seq,
         "head": line.sum,
         "at": line.at,

@@ -1,10 +1,10 @@
 """The one task that owns a run's files: it drains, numbers, chains, writes once, syncs once.
 
-Everyone else posts a ``Draft`` (a decision already folded into the run's state) and may await its
+All other code posts a ``Draft`` (a decision already folded into the run's state) and may await its
 receipt. What has queued while a sync was under way is written by the next one, so the cost per
 answer falls as load rises. A failed write or sync is never tried again: every receipt fails, and
-``on_failure`` is told once. A record that cannot be taken is such a failure too: what was folded
-and never written would leave a history that nobody can read back.
+``on_failure`` is called once. A record that cannot be taken is such a failure too: a decision that
+was folded and never written leaves a history that cannot be read back.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk_thread import DiskThread
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
-from smartsearch_sidecar.run.record import Draft, Kind, encode_json, encode_line
+from smartsearch_sidecar.run.encoding import encode_json
+from smartsearch_sidecar.run.line import Draft, encode_line
+from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
 
 # Bounds one write to a few MB, so that no receipt waits for a whole backlog.
 BATCH_RECORDS_MAX = 512
-# A record nobody waits for (`retrieval.requested`) is written with the next answer's, or after so
-# long: a search that takes longer finds it on the disk, a quick one saves a trip to the thread.
+# A record whose receipt is not awaited (`retrieval.requested`) is written with the next answer's,
+# or after so long: a slow search finds it on the disk, a quick one saves a trip to the thread.
 UNAWAITED_SECONDS = 0.001
 # A sync costs the same for one record as for many, and a request takes some turns of the loop from
 # its arrival to its record: a batch is written once so many turns brought nothing more (on a loop
@@ -47,15 +49,15 @@ def wall_clock() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
 
 
-def latch_file(*, seq: int, at: str, total: str, data: Mapping[str, Any]) -> bytes:
+def latch_file(*, seq: int, at: str, total: str, cause: Cause) -> bytes:
     """The bytes of ``latch.json`` for a ``latch.closed`` record: where it lies, and its cause."""
-    return encode_json({"seq": seq, "at": at, "sum": total, **data}) + b"\n"
+    return encode_json({"seq": seq, "at": at, "sum": total, **cause.to_data()}) + b"\n"
 
 
-Observe = Callable[[int, int, float], None]
-"""Told of each batch on the medium: records, bytes, seconds."""
+OnBatch = Callable[[Sequence[Record], int, float], None]
+"""Called with each batch once it is on the medium: its records, bytes, seconds."""
 
-# A posted decision, and who waits for it.
+# A posted decision, and the receipt that is awaited, if any.
 Posted = tuple[Draft, "asyncio.Future[Receipt] | None"]
 
 
@@ -70,20 +72,19 @@ class Writer:
         head: str,
         segment_bytes_max: int,
         on_failure: Callable[[errors.LedgerFailed], None],
-        observe: Observe | None = None,
+        on_batch: OnBatch | None = None,
         clock: Callable[[], str] = wall_clock,
     ) -> None:
         """``seq`` and ``head`` are those of the last record that is on disk (0 and the claim's
-        digest for a new run), and stay so: they follow each batch. ``observe(records, bytes,
-        seconds)`` is told of each batch.
+        digest for a new run), and stay so: they follow each batch. ``on_batch`` must not raise.
         """
         self._files = files
         self.seq = seq
         self.head = head
         self._segment_bytes_max = segment_bytes_max
         self._on_failure = on_failure
-        self._observe = observe
-        self._wanted = 0  # queued records whose receipt somebody awaits
+        self._on_batch = on_batch
+        self._wanted = 0  # queued records whose receipt is awaited
         self._overdue = False
         self._timer: asyncio.TimerHandle | None = None
         self._clock = clock
@@ -95,7 +96,7 @@ class Writer:
         self._disk_thread = DiskThread()
         self._task: asyncio.Task[None] | None = None
 
-    # --- what everyone else calls, on the loop ----------------------------------------------------
+    # --- what all other code calls, on the loop ---------------------------------------------------
 
     def start(self) -> None:
         """Starts the task; drafts posted before wait in the queue."""
@@ -140,7 +141,7 @@ class Writer:
             self._timer = loop.call_later(UNAWAITED_SECONDS, self._due)
 
     def _due(self) -> None:
-        """What nobody waits for has waited long enough for an answer to ride with."""
+        """Records without a receipt have waited long enough for an answer to be written with."""
         self._timer = None
         self._overdue = True
         self._wake_up()
@@ -160,10 +161,6 @@ class Writer:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def flush(self, record: Draft) -> Receipt:
-        """Posts one record and waits until it and everything before it is durable."""
-        return await self.post_for_receipt(record)
-
     @property
     def idle(self) -> bool:
         """Nothing queued and nothing being written."""
@@ -174,10 +171,10 @@ class Writer:
         self._closing = True
         self._wake_up()
         if self._task is not None:
-            # Neither cancelled by who waits here, nor raising into it: a failure was told already.
+            # A cancelled close must not cancel the task, and its failure has reached `on_failure`.
             await asyncio.wait({self._task})
             if not self._task.cancelled():
-                self._task.exception()  # told as well; unread, it would be logged at collection
+                self._task.exception()  # read here: otherwise it is logged at collection
         await asyncio.to_thread(self._disk_thread.stop)  # joins the thread: not for the loop to do
 
     # --- the task ---------------------------------------------------------------------------------
@@ -188,7 +185,7 @@ class Writer:
         try:
             await self._drain(loop, batch)
         except BaseException as exc:
-            # Whatever stopped the writer, nobody may wait for it any longer.
+            # Whatever stopped the writer, every receipt has to fail now: none can come any more.
             reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
             self._fail(errors.LEDGER_FAILED(f"the ledger cannot be written: {reason}"), batch)
             if not isinstance(exc, Exception):
@@ -200,7 +197,7 @@ class Writer:
             await self._disk_thread.submit(self._leave_latch)
 
     async def _drain(self, loop: asyncio.AbstractEventLoop, batch: list[Posted]) -> None:
-        """Writes until closed or failed; ``batch`` is what is under way, also for who catches."""
+        """Writes until closed or failed; ``batch`` is what is under way, for the caller to fail."""
         while self.failure is None and (self._queue or not self._closing):
             if not (self._wanted or self._overdue or self._closing):
                 self._wake = loop.create_future()
@@ -234,8 +231,8 @@ class Writer:
         await self._disk_thread.submit(self._commit, blob, wanted, latch)
         took = loop.time() - began
         self.seq, self.head = receipts[-1].seq, receipts[-1].head
-        if self._observe is not None:
-            self._observe(len(batch), len(blob), took)
+        if self._on_batch is not None:
+            self._on_batch([item.record for item, _ in batch], len(blob), took)
         for (_, future), receipt in zip(batch, receipts, strict=True):
             if future is not None and not future.done():
                 future.set_result(receipt)
@@ -248,11 +245,14 @@ class Writer:
         latch: bytes | None = None
         for item, _ in batch:
             seq += 1
-            line, head = encode_line(item, seq=seq, at=at, prev=head)
+            record = item.record
+            line, head = encode_line(
+                record.kind, record.number, item.data_json, seq=seq, at=at, prev=head
+            )
             lines.append(line)
             receipts.append(Receipt(seq, head))
-            if item.record.kind == Kind.LATCH_CLOSED:
-                latch = latch_file(seq=seq, at=at, total=head, data=item.record.data)
+            if isinstance(record, LatchClosed):
+                latch = latch_file(seq=seq, at=at, total=head, cause=record.cause)
         return lines, receipts, latch
 
     def _commit(self, blob: bytes, sync: bool, latch: bytes | None) -> None:
@@ -266,7 +266,7 @@ class Writer:
                 files.create_only(LATCH, latch)
 
     def _fail(self, failure: errors.LedgerFailed, batch: Sequence[Posted] = ()) -> None:
-        """Closes the door at once: everybody who waits is told, and so is the run's state."""
+        """Fails every receipt at once, and then the run."""
         first = self.failure is None
         self.failure = self.failure or failure
         for _, future in (*batch, *self._queue):
@@ -282,14 +282,9 @@ class Writer:
         failure = self.failure
         if failure is None:
             return
-        value = {
-            "at": self._clock(),
-            "cause": failure.cause,
-            "number": None,
-            "attempt_consumed": False,
-            "detail": failure.message,
-        }
+        cause = Cause("ledger_failed", None, attempt_consumed=False, detail=failure.message)
         # There already: an earlier cause, and the first one wins. Not to be written: the disk takes
         # nothing more, and the process still refuses, and exits 4.
         with contextlib.suppress(OSError):
+            value = {"at": self._clock(), **cause.to_data()}
             self._files.create_only(LATCH, encode_json(value) + b"\n")

@@ -1,12 +1,13 @@
 """The parts of a run put together from its configuration, in the order they need each other.
 
-provider and guard (who answers) -> rewards (who scores) -> recorder (the claim names both) ->
+provider and guard (what answers) -> rewards (what scores) -> the run (its claim names both) ->
 service and scoring. ``daemon.py`` keeps them and closes them in reverse.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,8 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.ledger.file import RunFiles
-from smartsearch_sidecar.ledger.recorder import Recorder
 from smartsearch_sidecar.ledger.resume import Reopened
+from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.ledger.start import MIB, begin
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.retrieval.cache import CachedSearch
@@ -39,6 +40,7 @@ class Parts:
     ``cluster_run`` where the run has other nodes.
     """
 
+    run: Run
     service: Service
     scoring: Scoring | None
     rewards: Rewards | None
@@ -73,7 +75,6 @@ async def assemble(
     Whatever was opened is closed again where a later step fails. Raises ``UsageError`` or another
     named error with a sentence for the operator.
     """
-    heard = observer or Observer()
     opened = provider or await open_configured(config, progress)
     rewards: Rewards | None = None
     cluster_run: ClusterRun | None = None
@@ -95,8 +96,8 @@ async def assemble(
             facts["reward"] = rewards.facts
             await rewards.remember(None if found is None else files.directory, cluster_run)
         join = None if cluster_run is None else partial(cluster_run.join, facts)
-        recorder = await begin(
-            files, config, found, facts, observe=heard.batch, told=heard.record, join=join
+        run = await begin(
+            files, config, found, facts, observer=observer, join=join, quota=cluster_run
         )
     except BaseException:
         if cluster_run is not None:
@@ -105,43 +106,29 @@ async def assemble(
             await rewards.close()
         await opened.close()
         raise
-    service = _service(
-        config,
-        recorder=recorder,
-        guard=guard,
-        heard=heard,
-        rewards=rewards,
-        cluster_run=cluster_run,
-    )
+    own = None if rewards is None else rewards.answers.add
+    on_answer = own if cluster_run is None else cluster_run.on_answer
+    service = _service(config, run, guard, on_answer)
     if cluster_run is not None:
         await cluster_run.begin(service)
     if rewards is None:
-        return Parts(service, None, None, None, facts, cluster_run)
-    watching = asyncio.create_task(rewards.watch(recorder), name="helper-identity")
-    scoring = rewards.scoring(
-        recorder, waited=heard.waited["reward"].observe, allowance=cluster_run
-    )
-    return Parts(service, scoring, rewards, watching, facts, cluster_run)
+        return Parts(run, service, None, None, None, facts, cluster_run)
+    watching = asyncio.create_task(rewards.watch(run), name="helper-identity")
+    return Parts(run, service, rewards.scoring(run), rewards, watching, facts, cluster_run)
 
 
 def _service(
-    config: Config,
-    *,
-    recorder: Recorder,
-    guard: Guard,
-    heard: Observer,
-    rewards: Rewards | None,
-    cluster_run: ClusterRun | None,
+    config: Config, run: Run, guard: Guard, on_answer: Callable[[str], None] | None
 ) -> Service:
     if isinstance(guard.provider, WatchesItself):
-        guard.provider.on_fault = lambda fault: recorder.close_latch(
-            fault.cause or fault.code, detail=fault.message
+        guard.provider.on_fault = lambda fault: run.recorder.close_latch(
+            fault.closes_as, detail=fault.message
         )
     execute = config.execute
-    told = None if rewards is None else rewards.answers.add
+    waited = run.observer.waited["execute"].observe
     return Service(
-        recorder=recorder,
-        slots=Slots(execute.slots, execute.waiting_max, waited=heard.waited["execute"].observe),
+        run=run,
+        slots=Slots(execute.slots, execute.waiting_max, waited=waited),
         retrieval=CachedSearch(guard, cache_bytes=config.retrieval.cache_mib * MIB),
         policy=ServicePolicy(
             rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
@@ -149,8 +136,7 @@ def _service(
             decline=execute.on_invalid_query == "decline",
             latch_undelivered=execute.on_undelivered == "latch",
         ),
-        told=told if cluster_run is None else cluster_run.on_answer,
-        allowance=cluster_run,
+        on_answer=on_answer,
     )
 
 

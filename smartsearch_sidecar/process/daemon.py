@@ -22,6 +22,7 @@ from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.resume import Reopened
+from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.ledger.start import take_directory
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process import logs
@@ -34,7 +35,7 @@ from smartsearch_sidecar.process.endpoints import (
 )
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.retrieval.registry import Progress
-from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.run.record import RunClosed
 from smartsearch_sidecar.search.service import Service
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.edge.server import EdgeServer, drain, listen
@@ -146,7 +147,7 @@ class Daemon:
             self._on_ready(endpoints, service)
         await self._stop.wait()
         await self._wind_down(parts, server, listening)
-        return EXIT_LATCHED if service.state.closed else EXIT_FINE
+        return EXIT_LATCHED if parts.run.state.closed else EXIT_FINE
 
     # --- building ---------------------------------------------------------------------------------
 
@@ -238,12 +239,12 @@ class Daemon:
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
         if parts.cluster_run is not None:
             parts.cluster_run.ending()
-        await self._record_end(service)
+        await self._record_end(parts.run)
         if parts.cluster_run is not None:
             await parts.cluster_run.leave()
-        await service.writer.close()
+        await parts.run.writer.close()
         await asyncio.to_thread(self._close_files)
-        cause = service.state.cause
+        cause = parts.run.state.cause
         self._log.info("stopped", latched=cause.cause if cause else None)
 
     def _close_files(self) -> None:
@@ -254,11 +255,10 @@ class Daemon:
         finally:
             self.files.close()
 
-    async def _record_end(self, service: Service) -> None:
-        state = service.state
-        data = {"latched": state.closed, **state.usage()}
+    async def _record_end(self, run: Run) -> None:
+        end = RunClosed(run.state.closed, run.state.usage())
         try:
-            await service.recorder.record(Kind.RUN_CLOSED, None, data)
+            await run.recorder.post_for_receipt(end)
         except errors.LedgerFailed as failure:
             self._log.error("the end could not be recorded", reason=failure.message)
 

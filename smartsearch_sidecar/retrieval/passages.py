@@ -1,7 +1,7 @@
 """A document of a provider, checked and encoded once, however often it is found.
 
 Rollouts of one group ask alike and popular articles come back all day: what a passage costs (strip,
-look for tags, escape for two JSON forms) is paid when it is first seen, and remembered for the most
+look for tags, escape) is paid when it is first seen, and remembered for the most
 recent ones.
 """
 
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import result_of
 
 TEXT_CHARACTERS_MAX = 8 * 1024 * 1024  # one document field; the reference's bound
 REMEMBERED_PASSAGES = 4096  # a few MB of usual passages
@@ -26,33 +25,26 @@ _FIELDS = frozenset({"id", "contents", "score"})
 # A closing or opening protocol tag would end or forge a block of the rollout; a special token such
 # as <|im_end|> would end the turn once the trainer's tokenizer sees it.
 PASSAGE_TAG = re.compile(r"</?(?:search|result|answer|think)>|<\|[^|<>\s]{1,64}\|>", re.IGNORECASE)
-_HEAD, _TAIL = (
-    b'{"result":"',
-    b'","output":"","error":""}',
-)  # as `contract.render_execute` writes it
+_BETWEEN = "\n\n"  # passages are joined by one blank line: the redundancy penalty splits there
 
 
 class Found(NamedTuple):
-    """What one search found, encoded once and recorded and answered as often as it is asked.
+    """What one search found, encoded once and recorded as often as it is asked.
 
-    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order;
-    ``payload`` the finished body of ``/execute``; ``dropped`` names the passages left out, with the
+    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order; ``text``
+    the contents joined, as a rollout gets them; ``dropped`` names the passages left out, with the
     reason.
     """
 
     documents_json: bytes
-    payload: bytes
+    text: str
     dropped: tuple[Mapping[str, str], ...]
 
     @property
     def size(self) -> int:
         """Bytes this holds in a cache, objects included, roughly."""
-        return len(self.documents_json) + len(self.payload) + 512
-
-    @property
-    def result(self) -> str:
-        """The passages as the rollout gets them."""
-        return result_of(self.payload)
+        text = len(self.text) * (1 if self.text.isascii() else 4)
+        return len(self.documents_json) + text + 512
 
     def documents(self) -> list[dict[str, Any]]:
         """The documents as values."""
@@ -61,13 +53,13 @@ class Found(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A usable passage: ``json`` is its record up to the score, ``escaped`` its text as it stands
-    between the quotes of a JSON string; ``key`` and ``digest`` tell it from others for drift.
+    """A usable passage: ``json`` is its record up to the score; ``key`` and ``digest`` tell it from
+    others for drift.
     """
 
     id: str
     json: bytes
-    escaped: bytes
+    contents: str
     tagged: bool
     key: bytes
     digest: bytes
@@ -88,7 +80,7 @@ def read_passage(item: Any, position: int) -> tuple[Passage, bytes]:
 
 
 def _read_any(item: Any, position: int) -> tuple[Passage, bytes]:
-    """Whatever a provider may answer, in full."""
+    """Any answer of a provider, checked in full."""
     if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
         raise errors.DOCUMENT_INVALID(
             f"document {position} is a {type(item).__name__}, not a mapping"
@@ -124,7 +116,7 @@ def _passage(name: str, contents: str) -> Passage | str:
     return Passage(
         id=name,
         json=b'{"id":%s,"contents":%s,"score":' % (name_json, text_json),
-        escaped=text_json[1:-1],
+        contents=contents,
         tagged="<" in contents and PASSAGE_TAG.search(contents) is not None,
         key=hashlib.blake2b(name_json, digest_size=8).digest(),
         digest=hashlib.blake2b(text_json, digest_size=8).digest(),
@@ -151,7 +143,7 @@ def _score(score: Any, position: int) -> bytes:
 def found_of(
     passages: Sequence[tuple[Passage, bytes]], dropped: Sequence[Mapping[str, str]]
 ) -> Found:
-    """Both JSON forms of an answer, put together from what is encoded already."""
+    """An answer, put together from passages that are encoded already."""
     records = b",".join([passage.json + score + b"}" for passage, score in passages])
-    text = b"\\n\\n".join([passage.escaped for passage, _ in passages])
-    return Found(b"[%s]" % records, _HEAD + text + _TAIL, tuple(dropped))
+    text = _BETWEEN.join([passage.contents for passage, _ in passages])
+    return Found(b"[%s]" % records, text, tuple(dropped))

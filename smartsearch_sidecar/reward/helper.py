@@ -53,7 +53,7 @@ class HelperClient:
         answer_bytes_max: bytes of one answer.
         connect_tries: attempts at a connection; ``pause`` waits between them (seconds).
 
-    Concurrency is the caller's to bound (``reward/dispatch.py``). Close it when done.
+    Concurrency is the caller's to bound (``scoring/helper_calls.py``). Close it when done.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ Theory. Every helper call goes through three moments, each of them a record of t
 
     requested ─┬─ answered        its measured tokens take the place of its reservation
                ├─ failed, usage   the same: a wrong, empty or over-long answer was paid for
-               ├─ failed          nobody knows what it cost: the reservation stays for good
-               └─ failed, unsent  it never left the house: the reservation is given back
+               ├─ failed          what it cost is unknown: the reservation stays for good
+               └─ failed, unsent  it was never sent: the reservation is given back
 
 A reservation is the most a call may write (``cap`` tokens), and it is made when the call is sent.
 So at every moment ``output_tokens + unknown_output_token_reservations`` bounds what can have been
@@ -18,9 +18,8 @@ nothing is admitted past a call that waits for room of the same size, and every 
 settled in one of the four ways above. Calls are counted and never given back, so a used-up number
 of calls is exhausted at once.
 
-The state is a plain value: equal histories give equal meters, whether they were lived through
-(``reserve``, ``settle``, ``lost``) or folded from records (``on_requested``, ``on_answered``,
-``on_failed``). A service whose live state is the fold asks ``admit`` and folds the record.
+The state is a plain value, and the fold of records: ``admit`` decides and changes nothing, and the
+record of what was decided is then folded (``on_requested``, ``on_answered``, ``on_failed``).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MAX_NEW_TOKENS: Final = 2048
 """Output tokens a single helper call may write: the pinned scorer's own ``max_new_tokens``."""
 
 WAIT: Final = "wait"
-"""What ``admit`` and ``reserve`` answer while a reservation does not fit but still may."""
+"""What ``admit`` answers while a reservation does not fit but still may."""
 
 
 class Usage(NamedTuple):
@@ -102,13 +101,18 @@ class Meter:
             f"{self.committed_output_tokens} are spent or may have been"
         )
 
-    def admit_score(self) -> int:
-        """The number the next score gets. Changes nothing. Raises ``QuotaExhausted``."""
-        if self._scores_used_up():
+    def admit_scores(self, count: int) -> range:
+        """The numbers the next ``count`` scores get, all of them or none. Changes nothing.
+
+        Raises ``QuotaExhausted``.
+        """
+        used = self.score_attempts
+        if self.max_scores is not None and used + count > self.max_scores:
             raise errors.QUOTA_EXHAUSTED(
-                f"the split's {self.max_scores} scores ({self.section}.max_scores) are used up"
+                f"{count} more scores do not fit into {self.section}.max_scores "
+                f"({self.max_scores}, {used} used)"
             )
-        return self.score_attempts + 1
+        return range(used + 1, used + 1 + count)
 
     @property
     def committed_output_tokens(self) -> int:
@@ -131,23 +135,6 @@ class Meter:
             "output_tokens": self.output_tokens,
             "unknown_output_token_reservations": self.unknown_output_token_reservations,
         }
-
-    # --- live: decide and apply in one step -------------------------------------------------------
-
-    def reserve(self) -> Reservation | Literal["wait"]:
-        """``admit``, applied: the call counts and its tokens are kept from now on."""
-        decision = self.admit()
-        if isinstance(decision, Reservation):
-            self.on_requested(decision.number)
-        return decision
-
-    def settle(self, number: int, input_tokens: int, output_tokens: int) -> None:
-        """The call was measured, whatever its answer was worth: ``on_answered``."""
-        self.on_answered(number, input_tokens, output_tokens)
-
-    def lost(self, number: int) -> None:
-        """Nobody will ever know what the call cost: its reservation stays."""
-        self.on_failed(number)
 
     # --- the fold: one method per record, `InvariantBroken` for what cannot have happened ---------
 

@@ -1,28 +1,30 @@
-"""One record of the journal: its kinds, its canonical bytes, its sum and its place in the chain.
+"""Every kind of record a journal may hold: one frozen class a kind, and its data as JSON.
 
-A line is ``{"seq","at","prev","kind","number","data","sum"}`` followed by a newline. ``sum`` is the
-sha256 of the line up to the comma before it, ``prev`` the ``sum`` of the line before (for the first
-line: the sha256 of ``claim.json``), so the last ``sum`` names the claim and the whole history.
+A decision is made as one of these values, and stays one on its way through state, ledger and
+metrics. The fields of a class are the keys of its data (``encoding.py``). Keys that a class does
+not know are ignored when it is read: ``Line.data`` still has them.
 
-Nothing here opens a file, reads a clock or awaits.
+``number`` is no part of the data. It counts within the record's own series: searches, declined
+queries, helper calls of a split, scores of a split, checkpoints.
+
+``line.py`` has the line that a record is written as. Nothing here does I/O.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
-import math
-import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.encoding import Data
 
 
 class Kind(enum.StrEnum):
-    """Every kind of record a journal may hold. Names are read by other people's scripts."""
+    """Every kind of record. Names are read by other people's scripts: add, never rename."""
 
     RUN_CLAIMED = "run.claimed"
     RUN_RESUMED = "run.resumed"
@@ -44,165 +46,452 @@ class Kind(enum.StrEnum):
     CHECKPOINT_REFUSED = "checkpoint.refused"
 
 
-KINDS: frozenset[str] = frozenset(kind.value for kind in Kind)
+class Record(Data):
+    """One decision. ``from_data`` raises ``LedgerCorrupt`` for what its class cannot be."""
 
-_SUM_BYTES = 64
-_SUM_OPEN = b',"sum":"'
-_SUM_CLOSE = b'"}'
-# The end of every line, at a fixed distance from it: comma, key, 64 hex digits, quote, brace.
-_TAIL_BYTES = len(_SUM_OPEN) + _SUM_BYTES + len(_SUM_CLOSE)
-_A_SUM = re.compile(_SUM_OPEN + b"[0-9a-f]{64}" + _SUM_CLOSE)
-# Where `draft` splices the documents in: first in the data, before what is said of the answer.
-_DATA_OPEN = b',"data":{'
-_DOCUMENTS_OPEN = _DATA_OPEN + b'"documents":['
-_DOCUMENTS_CLOSE = b'],"cache":'
-_HEAD_BYTES = 512
-_KEYS = ("seq", "at", "prev", "kind", "number", "data", "sum")
+    __slots__ = ()
+
+    BESIDE = frozenset({"number"})
+    kind: ClassVar[Kind]
+    if TYPE_CHECKING:  # at run time it would be taken for the default of a field
+
+        @property
+        def number(self) -> int | None:
+            """The number within the record's series, if it has one."""
+
+    @classmethod
+    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
+        """Reads what ``to_data`` wrote."""
+        if cls.__match_args__[:1] != ("number",):  # type: ignore[attr-defined]
+            return cls(*cls.values_of(data))
+        if number is None and cls is not DeliveryLost:
+            raise errors.LEDGER_CORRUPT(f"a {cls.kind} record has no number")
+        return cls(number, *cls.values_of(data))  # type: ignore[call-arg]
 
 
-class Record(NamedTuple):
-    """A record as it is read back, or as the fold sees it.
+@dataclass(frozen=True, slots=True)
+class Cause(Data):
+    """Why the latch closed: what ``latch.closed`` and ``latch.json`` say.
 
-    ``number`` counts within the record's own series (searches, scores, helper calls, checkpoints);
-    ``data`` holds JSON values only.
+    ``number`` is the attempt it belongs to, if any; ``attempt_consumed`` whether that attempt
+    counts against the quota; ``detail`` a sentence for the operator.
     """
 
-    kind: str
+    cause: str
     number: int | None
-    data: Mapping[str, Any]
+    attempt_consumed: bool
+    detail: str
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """Reads what ``to_data`` wrote, or as much of it as ``latch.json`` holds."""
+        return cls(
+            cause=str(data["cause"]),
+            number=data.get("number"),
+            attempt_consumed=bool(data.get("attempt_consumed")),
+            detail=str(data.get("detail", "")),
+        )
 
 
-class Line(NamedTuple):
-    """A line of a journal, checked by its own sum; the chain is the caller's to check."""
+@dataclass(frozen=True, slots=True)
+class SplitQuotas(Data):
+    """What one split may use: rollouts to score, helper calls, output tokens of the helper."""
 
-    seq: int
-    at: str
-    prev: str
-    sum: str
-    record: Record
+    max_scores: int
+    max_helper_calls: int
+    max_output_tokens: int
 
+    @classmethod
+    def of(cls, section: Any) -> Self:
+        """The quotas of a configuration section: whatever has these three names."""
+        return cls(section.max_scores, section.max_helper_calls, section.max_output_tokens)
 
-class Draft(NamedTuple):
-    """A decision on its way to the writer: the record, and its data already encoded."""
-
-    record: Record
-    data_json: bytes
-
-
-def refuse_non_finite(value: Any, where: str = "data") -> None:
-    """Raises where a NaN or infinity hides: orjson would write it as ``null`` without a word."""
-    kind = type(value)
-    if kind is float:
-        if not math.isfinite(value):
-            raise errors.INTERNAL_ERROR(f"{where} is not a finite number and cannot be recorded")
-    elif kind is dict:
-        for key, item in value.items():
-            refuse_non_finite(item, f"{where}.{key}")
-    elif kind is list or kind is tuple:
-        for item in value:
-            refuse_non_finite(item, where)
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """Reads what ``to_data`` wrote."""
+        return cls(*cls.values_of(data))
 
 
-def encode_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8; raises ``InvariantBroken`` for what JSON cannot hold."""
-    try:
-        encoded = orjson.dumps(value)
-    except TypeError as exc:  # orjson's only refusal: not a JSON value, or text with no UTF-8 form
-        raise errors.INTERNAL_ERROR(f"a value cannot be recorded as JSON: {exc}") from None
-    if b"null" in encoded:  # what is not finite is written so: most values are spared the walk
-        refuse_non_finite(value)
-    return encoded
+@dataclass(frozen=True, slots=True)
+class NativeCall(Data):
+    """What ``/execute`` was asked: ``env`` and ``call`` verbatim, and the query in ``call``.
 
-
-def draft(
-    kind: Kind,
-    number: int | None,
-    data: Mapping[str, Any],
-    *,
-    documents_json: bytes | None = None,
-) -> Draft:
-    """Encodes a decision. ``documents_json`` is spliced in as ``data["documents"]`` unread: the
-    passages of a cached search are encoded once and recorded many times.
+    ``query`` is the text the policy wrote, not stripped, and empty where it has no UTF-8 form. It
+    is ``None`` in journals of versions that did not record it.
     """
-    encoded = encode_json(dict(data))
-    if documents_json is not None:
-        comma = b"," if len(encoded) > 2 else b""
-        encoded = b'{"documents":' + documents_json + comma + encoded[1:]
-    return Draft(Record(kind.value, number, data), encoded)
+
+    env: str
+    call: str
+    query: str | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        # Written out: this one is on the way of every search.
+        if self.query is None:
+            return {"env": self.env, "call": self.call}
+        return {"env": self.env, "call": self.call, "query": self.query}
 
 
-def encode_line(item: Draft, *, seq: int, at: str, prev: str) -> tuple[bytes, str]:
-    """The line, newline included, and its sum. ``at`` is ASCII without quotes."""
-    number = item.record.number
-    body = b'{"seq":%d,"at":"%s","prev":"%s","kind":"%s","number":%s,"data":%s' % (
-        seq,
-        at.encode(),
-        prev.encode(),
-        item.record.kind.encode(),
-        b"null" if number is None else b"%d" % number,
-        item.data_json,
+@dataclass(frozen=True, slots=True)
+class ClientQuery(Data):
+    """What another trainer's client asked: the route's segment, the query verbatim, how many
+    passages. ``item`` of ``items`` says which query of a batch it is, counted from 1.
+    """
+
+    route: str
+    query: str
+    top_n: int
+    item: int | None = None
+    items: int | None = None
+
+
+Asked = NativeCall | ClientQuery
+"""What a search, or a declined query, was asked for."""
+
+
+def asked_of(data: Mapping[str, Any]) -> Asked:
+    """Reads what either ``to_data`` wrote."""
+    if "route" in data:
+        return ClientQuery(*ClientQuery.values_of(data))
+    return NativeCall(data["env"], data["call"], data.get("query"))
+
+
+@dataclass(frozen=True, slots=True)
+class RunClaimed(Record):
+    """The first record: the quotas that the fold holds the run to.
+
+    ``reward`` has those of each split where rewards are on; ``cluster`` names run and node where a
+    run has many nodes.
+    """
+
+    max_calls: int
+    claim_sha256: str
+    reward: Mapping[str, SplitQuotas] | None = None
+    cluster: Mapping[str, Any] | None = None
+    kind: ClassVar = Kind.RUN_CLAIMED
+    number: ClassVar[None] = None
+
+    def to_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"max_calls": self.max_calls, "claim_sha256": self.claim_sha256}
+        if self.reward is not None:
+            data["reward"] = {split: quotas.to_data() for split, quotas in self.reward.items()}
+        if self.cluster is not None:
+            data["cluster"] = self.cluster
+        return data
+
+    @classmethod
+    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
+        max_calls, claim, reward, cluster = cls.values_of(data)
+        if reward is not None:
+            reward = {name: SplitQuotas.from_data(quotas) for name, quotas in reward.items()}
+        return cls(max_calls, claim, reward, cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed(Record):
+    """How a run was found that goes on. ``torn_bytes`` were trimmed and are in the file
+    ``set_aside``; ``unsettled`` are searches without a settlement.
+    """
+
+    clean: bool
+    ending: str
+    torn_bytes: int
+    set_aside: str | None
+    unsettled: tuple[int, ...]
+    kind: ClassVar = Kind.RUN_RESUMED
+    number: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunClosed(Record):
+    """An orderly end. ``usage`` is ``RunState.usage`` at that moment."""
+
+    latched: bool
+    usage: Mapping[str, Any]
+    kind: ClassVar = Kind.RUN_CLOSED
+    number: ClassVar[None] = None
+
+    def to_data(self) -> dict[str, Any]:
+        """The JSON value: the usage stands beside ``latched``."""
+        return {"latched": self.latched, **self.usage}
+
+    @classmethod
+    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
+        usage = dict(data)
+        return cls(bool(usage.pop("latched")), usage)
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalRequested(Record):
+    """Search ``number`` is admitted."""
+
+    number: int
+    asked: Asked
+    kind: ClassVar = Kind.RETRIEVAL_REQUESTED
+
+    def to_data(self) -> dict[str, Any]:
+        return self.asked.to_data()
+
+    @classmethod
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        return [asked_of(data)]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalAnswered(Record):
+    """What search ``number`` found.
+
+    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}``, recorded as
+    ``documents`` before all else; ``None`` where a line was read without them. ``cache`` is
+    ``miss``, ``shared`` or ``hit``; ``took_us`` are microseconds; ``dropped`` names the passages
+    left out, with the reason.
+    """
+
+    number: int
+    documents_json: bytes | None
+    cache: str
+    took_us: int
+    dropped: tuple[Mapping[str, str], ...] | None = None
+    kind: ClassVar = Kind.RETRIEVAL_ANSWERED
+
+    def to_json(self) -> bytes:
+        """With the documents spliced in unread: those of a cached search are encoded once and
+        recorded many times.
+        """
+        encoded = super(RetrievalAnswered, self).to_json()
+        if self.documents_json is None:
+            return encoded
+        return b'{"documents":' + self.documents_json + b"," + encoded[1:]
+
+    def documents(self) -> list[dict[str, Any]]:
+        """The documents as values. Raises ``LedgerCorrupt`` where the record holds no list."""
+        value = None if self.documents_json is None else orjson.loads(self.documents_json)
+        if type(value) is not list:
+            raise errors.LEDGER_CORRUPT("an answer without documents")
+        return value
+
+    def to_data(self) -> dict[str, Any]:
+        """The JSON value, without the documents."""
+        data: dict[str, Any] = {"cache": self.cache, "took_us": self.took_us}
+        if self.dropped is not None:
+            data["dropped"] = self.dropped
+        return data
+
+    @classmethod
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        found = orjson.dumps(data["documents"]) if "documents" in data else None
+        dropped = tuple(data["dropped"]) if "dropped" in data else None
+        return [found, data["cache"], data["took_us"], dropped]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalFailed(Record):
+    """Search ``number`` has no answer."""
+
+    number: int
+    code: str
+    cause: str
+    detail: str
+    kind: ClassVar = Kind.RETRIEVAL_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalDeclined(Record):
+    """A query that is answered `invalid query` and consumes no attempt."""
+
+    number: int
+    reason: str
+    asked: Asked
+    kind: ClassVar = Kind.RETRIEVAL_DECLINED
+
+    def to_data(self) -> dict[str, Any]:
+        return {"reason": self.reason, **self.asked.to_data()}
+
+    @classmethod
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        return [data["reason"], asked_of(data)]
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryLost(Record):
+    """The client was gone before its answer was handed over.
+
+    ``number`` is the search it was the answer of, if any; ``others`` are more ones of its batch.
+    """
+
+    number: int | None
+    stage: str
+    others: tuple[int, ...] | None = None
+    kind: ClassVar = Kind.DELIVERY_LOST
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRequested(Record):
+    """Score ``number`` of a split is admitted.
+
+    ``key`` is what must be the same for a score to be reused. The three counts of result blocks are
+    there where blocks are judged: ``broken_blocks`` are offsets into ``solution_str``, in
+    characters.
+    """
+
+    number: int
+    split: str
+    key: str
+    solution_str: str
+    judged_blocks: int | None = None
+    policy_blocks: int | None = None
+    broken_blocks: tuple[int, ...] | None = None
+    kind: ClassVar = Kind.REWARD_REQUESTED
+
+
+@dataclass(frozen=True, slots=True)
+class RewardAnswered(Record):
+    """The reward of score ``number``, and what the helper's texts were read as."""
+
+    number: int
+    split: str
+    reward: float
+    verdicts: tuple[str, ...]
+    kind: ClassVar = Kind.REWARD_ANSWERED
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailed(Record):
+    """Score ``number`` never gets a reward."""
+
+    number: int
+    split: str
+    code: str
+    detail: str
+    kind: ClassVar = Kind.REWARD_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReused(Record):
+    """The reward of score ``of`` was given again."""
+
+    split: str
+    of: int
+    kind: ClassVar = Kind.REWARD_REUSED
+    number: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class HelperRequested(Record):
+    """Helper call ``number`` of a split is about to be sent for ``score``."""
+
+    number: int
+    split: str
+    score: int
+    prompt_sha256: str
+    prompt_bytes: int
+    seed: int
+    kind: ClassVar = Kind.HELPER_REQUESTED
+
+
+@dataclass(frozen=True, slots=True)
+class HelperAnswered(Record):
+    """What the helper wrote, with its measured tokens."""
+
+    number: int
+    split: str
+    score: int
+    text: str
+    input_tokens: int
+    output_tokens: int
+    finish_reason: str
+    model: str | None
+    kind: ClassVar = Kind.HELPER_ANSWERED
+
+
+@dataclass(frozen=True, slots=True)
+class HelperFailed(Record):
+    """A helper call without a usable answer.
+
+    ``usage`` are its input and output tokens where they were measured; ``sent`` is whether it left.
+    """
+
+    number: int
+    split: str
+    score: int
+    code: str
+    detail: str
+    usage: tuple[int, int] | None
+    sent: bool
+    kind: ClassVar = Kind.HELPER_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class LatchClosed(Record):
+    """The run has failed."""
+
+    cause: Cause
+    kind: ClassVar = Kind.LATCH_CLOSED
+
+    @property
+    def number(self) -> int | None:
+        """The attempt that failed, if the cause is one's."""
+        return self.cause.number
+
+    def to_data(self) -> dict[str, Any]:
+        return self.cause.to_data()
+
+    @classmethod
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        return [Cause.from_data(data)]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAccepted(Record):
+    """A checkpoint of the healthy run: the ``occurrence`` of this ``step``, the usage up to here.
+
+    ``nodes`` names each node's journal where a run has many nodes.
+    """
+
+    number: int
+    step: int
+    path: str | None
+    manifest_sha256: str | None
+    occurrence: int
+    usage: Mapping[str, Any]
+    nodes: Mapping[str, Any] | None = None
+    kind: ClassVar = Kind.CHECKPOINT_ACCEPTED
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRefused(Record):
+    """A checkpoint was asked for while the run was not healthy; ``state`` says what it was."""
+
+    number: int
+    step: int
+    path: str | None
+    manifest_sha256: str | None
+    state: str
+    kind: ClassVar = Kind.CHECKPOINT_REFUSED
+
+
+CLASSES: Final[Mapping[str, type[Record]]] = {
+    one.kind.value: one
+    for one in (
+        *(RunClaimed, RunResumed, RunClosed),
+        *(RetrievalRequested, RetrievalAnswered, RetrievalFailed, RetrievalDeclined, DeliveryLost),
+        *(RewardRequested, HelperRequested, HelperAnswered, HelperFailed),
+        *(RewardAnswered, RewardFailed, RewardReused),
+        *(LatchClosed, CheckpointAccepted, CheckpointRefused),
     )
-    total = hashlib.sha256(body).hexdigest()
-    return b'%s,"sum":"%s"}\n' % (body, total.encode()), total
+}
+KINDS: Final = frozenset(CLASSES)
 
 
-def line_sum(line: bytes) -> str | None:
-    """The sum a line ends in, where it matches the bytes before it; ``line`` has no newline."""
-    cut = len(line) - _TAIL_BYTES
-    if cut < 0 or line[cut : cut + len(_SUM_OPEN)] != _SUM_OPEN or line[-2:] != _SUM_CLOSE:
-        return None
-    total = hashlib.sha256(line[:cut]).hexdigest()
-    return total if line[cut + len(_SUM_OPEN) : -2] == total.encode() else None
-
-
-def begins_with_record(tail: bytes) -> bool:
-    """Whether bytes that are no record begin with a whole one: its newline was overwritten.
-
-    No write that was cut short leaves that, so such bytes are no torn tail.
-    """
-    return any(line_sum(tail[: match.end()]) is not None for match in _A_SUM.finditer(tail))
-
-
-def decode_line(line: bytes, *, documents: bool = True) -> Line:
-    """Reads one line, with or without its newline.
-
-    Without ``documents`` the passages of an answer are covered by the sum and otherwise left
-    unread: the fold has no use for them, and they are most of a journal.
-
-    Raises ``LedgerCorrupt`` with the reason: no sum, a sum that differs, or a shape no writer of
-    ours leaves.
-    """
-    body = line.removesuffix(b"\n")
-    total = line_sum(body)
-    if total is None:
-        raise errors.LEDGER_CORRUPT("the line does not end in a sum that matches its bytes")
+def record_of(kind: str, number: int | None, data: Mapping[str, Any]) -> Record:
+    """The record that a line holds. Raises ``LedgerCorrupt`` where it cannot be one."""
+    shape = CLASSES.get(kind)
+    if shape is None:
+        raise errors.LEDGER_CORRUPT(
+            f"a record of the unknown kind {kind!r:.80} was written by a newer version"
+        )
     try:
-        value = orjson.loads(body if documents else _without_documents(body))
-    except orjson.JSONDecodeError:
-        raise errors.LEDGER_CORRUPT("the line is not JSON") from None
-    if type(value) is not dict or tuple(value) != _KEYS:
-        raise errors.LEDGER_CORRUPT("the line does not hold exactly the keys of a record")
-    seq, at, prev, kind, number, data, _ = value.values()
-    if type(seq) is not int or type(at) is not str or type(prev) is not str:
-        raise errors.LEDGER_CORRUPT("seq, at or prev is of the wrong type")
-    if type(kind) is not str or kind not in KINDS:
-        raise errors.LEDGER_CORRUPT(f"unknown kind of record {kind!r:.80}")
-    if not (number is None or type(number) is int) or type(data) is not dict:
-        raise errors.LEDGER_CORRUPT("number or data is of the wrong type")
-    return Line(seq, at, prev, total, Record(kind, number, data))
-
-
-def _without_documents(body: bytes) -> bytes:
-    """The line without the documents of an answer. Quotes within a string are escaped, so neither
-    mark can stand in one.
-    """
-    start = body.find(_DOCUMENTS_OPEN, 0, _HEAD_BYTES)
-    end = body.rfind(_DOCUMENTS_CLOSE)
-    if not 0 < start < end:
-        return body
-    return body[:start] + _DATA_OPEN + body[end + 2 :]
-
-
-def claim_digest(claim: bytes) -> str:
-    """What the first record chains to: the sha256 of ``claim.json`` as it lies on disk."""
-    return hashlib.sha256(claim).hexdigest()
+        return shape.from_data(number, data)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise errors.LEDGER_CORRUPT(
+            f"a {kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
+        ) from None

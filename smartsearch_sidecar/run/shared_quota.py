@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 
-class Allowance(Protocol):
-    """Room within what this node has leased. Each returns in the very step of the loop in which it
-    found room, so that whoever asked may number and fold before anybody else does.
+class SharedQuota(Protocol):
+    """Room within what this node has leased. Each method returns in the very step of the loop in
+    which it found room, so that its caller can number and fold before any other task runs.
     """
 
     async def room_to_search(self, deadline: float) -> None:
         """Waits until one more search may be numbered; ``deadline`` is loop time.
 
         Raises ``LatchClosed``, ``QuotaExhausted`` where all of the run's is leased, or
-        ``ClusterUnreachable`` where nobody could be asked.
+        ``ClusterUnreachable`` where the servers between the nodes do not answer.
         """
         ...
 

@@ -7,20 +7,44 @@ made by reading the state (``admit_search``), written down as a record, folded a
 to the writer in the same step of the loop, so that the order of folding is that of the journal.
 
 Numbers: searches, scores and helper calls each have a series of their own, counted from 1 without
-gaps in the order of admission. A number is never used twice, also not across a restart.
+gaps in the order of admission. A number is never used twice, also not across a restart. Scores and
+helper calls are numbered per split (``train``, ``validation``), each with its own quotas.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.record import Kind, Record
-from smartsearch_sidecar.run.reward_state import SCORE_ADMISSIONS, SCORE_KINDS, Scores
+from smartsearch_sidecar.run.helper_budget import Meter, Reservation
+from smartsearch_sidecar.run.record import (
+    Cause,
+    CheckpointAccepted,
+    CheckpointRefused,
+    DeliveryLost,
+    HelperAnswered,
+    HelperFailed,
+    HelperRequested,
+    LatchClosed,
+    Record,
+    RetrievalAnswered,
+    RetrievalDeclined,
+    RetrievalFailed,
+    RetrievalRequested,
+    RewardAnswered,
+    RewardFailed,
+    RewardRequested,
+    RewardReused,
+    RunClaimed,
+    RunClosed,
+    RunResumed,
+)
+
+VERDICT_WINDOW = 200  # the share of verdicts not understood is taken over so many, DESIGN section 3
 
 
 class Phase(enum.StrEnum):
@@ -31,36 +55,54 @@ class Phase(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
-    """Why the latch closed: what ``latch.closed`` and ``latch.json`` say.
+class Score:
+    """A reward this run has given: what a reuse repeats."""
 
-    ``number`` is the attempt it belongs to, if any; ``attempt_consumed`` whether that attempt
-    counts against the quota; ``detail`` a sentence for the operator.
+    split: str
+    number: int
+    reward: float
+
+
+@dataclass(slots=True)
+class Scores:
+    """The rewards of a run: quotas and usage per split, what was given, what verdicts said.
+
+    ``given`` has the reward of each key (``reward.requested``); ``keys`` those of the scores that
+    are admitted and not settled.
     """
 
-    cause: str
-    number: int | None
-    attempt_consumed: bool
-    detail: str
+    splits: dict[str, Meter] = field(default_factory=dict)
+    given: dict[str, Score] = field(default_factory=dict)
+    reused: int = 0
+    failed: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    policy_blocks: int = 0
+    broken_blocks: int = 0
+    window: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICT_WINDOW))
+    keys: dict[tuple[str, int], str] = field(default_factory=dict)
 
-    def as_data(self) -> dict[str, Any]:
-        """The JSON value of ``latch.closed``."""
-        return {
-            "cause": self.cause,
-            "number": self.number,
-            "attempt_consumed": self.attempt_consumed,
-            "detail": self.detail,
-        }
+    @property
+    def settled(self) -> bool:
+        """No score and no helper call of any split is without its settlement."""
+        return all(meter.settled for meter in self.splits.values())
 
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Cause:
-        """Reads what ``as_data`` wrote; further keys are ignored."""
-        return cls(
-            cause=str(data["cause"]),
-            number=data.get("number"),
-            attempt_consumed=bool(data.get("attempt_consumed")),
-            detail=str(data.get("detail", "")),
-        )
+    @property
+    def unparsed_share(self) -> float:
+        """Verdicts of the last ``VERDICT_WINDOW`` that were neither 0 nor 1, as a share of all
+        places of the window: the first few of a run cannot close it.
+        """
+        return sum(self.window) / VERDICT_WINDOW
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """The reference's seven counters, per split."""
+        return {name: meter.usage() for name, meter in self.splits.items()}
+
+    def meter(self, split: str) -> Meter:
+        """The quotas of a split. Raises ``LedgerCorrupt`` where it was never claimed."""
+        found = self.splits.get(split)
+        if found is None:
+            raise errors.LEDGER_CORRUPT(f"no split named {split!r:.40} was claimed")
+        return found
 
 
 @dataclass(slots=True)
@@ -120,6 +162,15 @@ class RunState:
             )
         return self.attempts + 1
 
+    def admit_call(self, split: str) -> Reservation | Literal["wait"]:
+        """The reservation that the split's next helper call gets, or ``"wait"``.
+
+        Raises ``LatchClosed`` or ``QuotaExhausted``. A run that has failed spends nothing more,
+        also not for a score that was admitted before.
+        """
+        self.refuse_closed()
+        return self.scores.splits[split].admit()
+
     def usage(self) -> dict[str, Any]:
         """What the run has used so far, as ``run.closed``, checkpoints and receipts state it."""
         used: dict[str, Any] = {
@@ -136,12 +187,12 @@ class RunState:
 
     def fold(self, record: Record) -> None:
         """Applies one record. Raises ``LedgerCorrupt`` for one that cannot follow this state."""
-        step = self._STEPS.get(record.kind)
-        if step is None:
-            raise errors.LEDGER_CORRUPT(f"no rule folds a {record.kind} record")
+        step = self._STEPS[type(record)]
         self.closed_cleanly = False
         try:
             step(self, record)
+        except errors.InvariantBroken as exc:
+            raise errors.LEDGER_CORRUPT(exc.message) from None
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
             raise errors.LEDGER_CORRUPT(
                 f"a {record.kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
@@ -160,19 +211,27 @@ class RunState:
                     f"the records before it {own}"
                 )
 
-    def _claimed(self, record: Record) -> None:
-        self.max_calls = int(record.data["max_calls"])
-        self.claim_sha256 = str(record.data["claim_sha256"])
-        self.scores.claim(record.data.get("reward", {}))
+    def _claimed(self, record: RunClaimed) -> None:
+        self.max_calls = record.max_calls
+        self.claim_sha256 = record.claim_sha256
+        for name, quotas in (record.reward or {}).items():
+            self.scores.splits[name] = Meter(
+                max_calls=quotas.max_helper_calls,
+                max_output_tokens=quotas.max_output_tokens,
+                max_scores=quotas.max_scores,
+                section="reward" if name == "train" else f"reward.{name}",
+            )
 
-    def _resumed(self, record: Record) -> None:
+    def _resumed(self, record: RunResumed) -> None:
         self.restarts += 1
 
-    def _run_closed(self, record: Record) -> None:
-        self._require_counts(record, record.data)
+    def _run_closed(self, record: RunClosed) -> None:
+        self._require_counts(record, record.usage)
         self.closed_cleanly = True
 
-    def _requested(self, record: Record) -> None:
+    # Searches.
+
+    def _requested(self, record: RetrievalRequested) -> None:
         self._require_open(record)
         if self.attempts >= self.max_calls:
             raise errors.LEDGER_CORRUPT(
@@ -185,70 +244,113 @@ class RunState:
         self.attempts = record.number
         self.searching.add(record.number)
 
-    def _settle(self, record: Record) -> None:
-        if record.number is None or record.number not in self.searching:
-            raise errors.LEDGER_CORRUPT(f"search {record.number} was settled without being open")
-        self.searching.remove(record.number)
+    def _settle(self, number: int) -> None:
+        if number not in self.searching:
+            raise errors.LEDGER_CORRUPT(f"search {number} was settled without being open")
+        self.searching.remove(number)
 
-    def _answered(self, record: Record) -> None:
-        self._settle(record)
+    def _answered(self, record: RetrievalAnswered) -> None:
+        self._settle(record.number)
         self.responses += 1
-        self.cache[record.data["cache"]] += 1
-        self.dropped_passages += len(record.data.get("dropped", ()))
+        self.cache[record.cache] += 1
+        self.dropped_passages += len(record.dropped or ())
 
-    def _failed(self, record: Record) -> None:
-        self._settle(record)
+    def _failed(self, record: RetrievalFailed) -> None:
+        self._settle(record.number)
         self.failed += 1
 
-    def _declined(self, record: Record) -> None:
+    def _declined(self, record: RetrievalDeclined) -> None:
         self._require_open(record)
         if record.number != self.declined + 1:
             raise errors.LEDGER_CORRUPT(
                 f"declined query {record.number} came after declined query {self.declined}"
             )
         self.declined = record.number
-        self.declined_by[record.data["reason"]] += 1
+        self.declined_by[record.reason] += 1
 
-    def _lost(self, record: Record) -> None:
+    def _lost(self, record: DeliveryLost) -> None:
         if record.number is not None and not 0 < record.number <= self.attempts:
             raise errors.LEDGER_CORRUPT(
                 f"an answer to search {record.number} was never to be given"
             )
         self.lost += 1
 
-    def _scored(self, record: Record) -> None:
-        if record.kind in SCORE_ADMISSIONS:
-            self._require_open(record)
-        self.scores.fold(record)
+    # Rewards.
 
-    def _latched(self, record: Record) -> None:
+    def _score_requested(self, record: RewardRequested) -> None:
+        self._require_open(record)
+        scores = self.scores
+        scores.meter(record.split).on_score_requested(record.number)
+        scores.keys[record.split, record.number] = record.key
+        scores.policy_blocks += record.policy_blocks or 0
+        scores.broken_blocks += len(record.broken_blocks or ())
+
+    def _score_answered(self, record: RewardAnswered) -> None:
+        scores = self.scores
+        scores.meter(record.split).on_score_answered(record.number)
+        key = scores.keys.pop((record.split, record.number))
+        scores.given.setdefault(key, Score(record.split, record.number, float(record.reward)))
+        for verdict in record.verdicts:
+            scores.verdicts[verdict] += 1
+            scores.window.append(verdict == "other")
+
+    def _score_failed(self, record: RewardFailed) -> None:
+        self.scores.meter(record.split).on_score_failed(record.number)
+        self.scores.keys.pop((record.split, record.number), None)
+        self.scores.failed += 1
+
+    def _score_reused(self, record: RewardReused) -> None:
+        self.scores.meter(record.split)
+        self.scores.reused += 1
+
+    def _call_requested(self, record: HelperRequested) -> None:
+        self._require_open(record)
+        self.scores.meter(record.split).on_requested(record.number)
+
+    def _call_answered(self, record: HelperAnswered) -> None:
+        meter = self.scores.meter(record.split)
+        meter.on_answered(record.number, record.input_tokens, record.output_tokens)
+
+    def _call_failed(self, record: HelperFailed) -> None:
+        meter = self.scores.meter(record.split)
+        meter.on_failed(record.number, record.usage, sent=record.sent)
+
+    # Latch and checkpoints.
+
+    def _latched(self, record: LatchClosed) -> None:
         if self.closed:
             raise errors.LEDGER_CORRUPT("the latch was closed twice")
         self.phase = Phase.CLOSED
-        self.cause = Cause.from_data(record.data)
+        self.cause = record.cause
 
-    def _checkpoint(self, record: Record) -> None:
-        if record.kind == Kind.CHECKPOINT_ACCEPTED:
-            self._require_open(record)
-            if not self.settled:
-                raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
-            self._require_counts(record, record.data.get("usage", {}))
-            self.checkpoints_accepted += 1
-            self.checkpoint_steps[int(record.data["step"])] += 1
-        else:
-            self.checkpoints_refused += 1
+    def _accepted(self, record: CheckpointAccepted) -> None:
+        self._require_open(record)
+        if not self.settled:
+            raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
+        self._require_counts(record, record.usage)
+        self.checkpoints_accepted += 1
+        self.checkpoint_steps[record.step] += 1
 
-    _STEPS: ClassVar[Mapping[str, Callable[[RunState, Record], None]]] = {
-        Kind.RUN_CLAIMED.value: _claimed,
-        Kind.RUN_RESUMED.value: _resumed,
-        Kind.RUN_CLOSED.value: _run_closed,
-        Kind.RETRIEVAL_REQUESTED.value: _requested,
-        Kind.RETRIEVAL_ANSWERED.value: _answered,
-        Kind.RETRIEVAL_FAILED.value: _failed,
-        Kind.RETRIEVAL_DECLINED.value: _declined,
-        Kind.DELIVERY_LOST.value: _lost,
-        **dict.fromkeys(SCORE_KINDS, _scored),
-        Kind.LATCH_CLOSED.value: _latched,
-        Kind.CHECKPOINT_ACCEPTED.value: _checkpoint,
-        Kind.CHECKPOINT_REFUSED.value: _checkpoint,
+    def _refused(self, record: CheckpointRefused) -> None:
+        self.checkpoints_refused += 1
+
+    _STEPS: ClassVar[Mapping[type[Record], Callable[[RunState, Any], None]]] = {
+        RunClaimed: _claimed,
+        RunResumed: _resumed,
+        RunClosed: _run_closed,
+        RetrievalRequested: _requested,
+        RetrievalAnswered: _answered,
+        RetrievalFailed: _failed,
+        RetrievalDeclined: _declined,
+        DeliveryLost: _lost,
+        RewardRequested: _score_requested,
+        RewardAnswered: _score_answered,
+        RewardFailed: _score_failed,
+        RewardReused: _score_reused,
+        HelperRequested: _call_requested,
+        HelperAnswered: _call_answered,
+        HelperFailed: _call_failed,
+        LatchClosed: _latched,
+        CheckpointAccepted: _accepted,
+        CheckpointRefused: _refused,
     }

@@ -1,7 +1,7 @@
-"""From ``[reward]`` to a ``Scoring``: verified source, references, helper, what rollouts were told.
+"""From ``[reward]`` to a ``Scoring``: verified source, references, helper, answers of this run.
 
-Two halves, as in ``opening.py``: ``open_rewards`` learns the identities a claim names, before
-anything is claimed; ``Rewards.scoring`` builds what serves, once there is a recorder.
+Two halves, as in ``ledger/start.py``: ``open_rewards`` learns the identities a claim names, before
+anything is claimed; ``Rewards.scoring`` builds what serves, once there is a ``Run``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,17 +22,15 @@ from smartsearch_sidecar.contract.execute import DECLINED_RESULT
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan
-from smartsearch_sidecar.ledger.recorder import Recorder
-from smartsearch_sidecar.reward.dispatch import HelperDispatch
+from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.reward.helper import HelperClient
 from smartsearch_sidecar.reward.provenance import AnswerDigests
 from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.reward.source import VerifiedSource, verify_checkout, verify_file
-from smartsearch_sidecar.run.record import Kind
-from smartsearch_sidecar.run.shared_quota import Allowance
+from smartsearch_sidecar.run.record import RetrievalAnswered, RetrievalDeclined
 from smartsearch_sidecar.run.slots import Slots
-from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
+from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, MeteredCalls
 from smartsearch_sidecar.scoring.rows import Preparation, ScoringPolicy
 from smartsearch_sidecar.scoring.service import Scoring
 
@@ -61,12 +59,9 @@ class Rewards:
 
     def scoring(
         self,
-        recorder: Recorder,
-        *,
-        waited: Callable[[float], None] | None = None,
-        allowance: Allowance | None = None,
+        run: Run,
     ) -> Scoring:
-        """What serves ``/reward``; the recorder's state must have been claimed or resumed."""
+        """What serves ``/reward``; the state of ``run`` must have been claimed or resumed."""
         section = self.config.reward
         policy = ScoringPolicy(
             deadline_seconds=section.deadline_seconds,
@@ -78,26 +73,24 @@ class Rewards:
             reuse_identical=section.reuse_identical,
             unparsed_share_max=section.unparsed_share_max,
         )
-        scores = recorder.state.scores
+        waited = run.observer.waited["reward"].observe
         dispatch = HelperDispatch(
             self.helper, concurrency=section.helper.concurrency, seed=section.seed
         )
         return Scoring(
-            recorder=recorder,
-            scores=scores,
+            run=run,
             slots=Slots(section.slots, section.waiting_max, waited=waited),
             scorer=self.scorer,
             preparation=Preparation(self.references, self.answers, _digest(self.facts), policy),
-            calls=MeteredCalls(recorder, scores, dispatch, seed=section.seed, allowance=allowance),
+            calls=MeteredCalls(run, dispatch, seed=section.seed),
             policy=policy,
-            allowance=allowance,
         )
 
     async def remember(self, directory: Path | None, cluster_run: Learns | None) -> None:
-        """Learns what rollouts were told before a restart, by the journal in ``directory``, and
-        what other nodes told theirs.
+        """Learns the answers of this run before a restart, by the journal in ``directory``, and
+        those of other nodes.
         """
-        own = iter(()) if directory is None else told(directory)
+        own = iter(()) if directory is None else recorded_answers(directory)
         if cluster_run is not None:
             await cluster_run.learn(self.answers, own)
         else:
@@ -107,15 +100,15 @@ class Rewards:
         for result in own:
             self.answers.add(result)
 
-    async def watch(self, recorder: Recorder) -> None:
+    async def watch(self, run: Run) -> None:
         """Asks the helper who it is until cancelled; another model closes the latch."""
         log = structlog.get_logger("rewards")
-        while not recorder.state.closed:
+        while not run.state.closed:
             await asyncio.sleep(IDENTITY_SECONDS)
             try:
                 await self.helper.check_identity()
             except errors.HelperIdentity as exc:
-                recorder.close_latch(exc.cause or exc.code, detail=exc.message)
+                run.recorder.close_latch(exc.closes_as, detail=exc.message)
             except errors.HelperFault as exc:
                 # Unreachable between scores is no failure of the run: the next score will tell.
                 log.warning("the helper could not be asked who it is", reason=exc.message)
@@ -185,14 +178,14 @@ def _digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def told(directory: Path) -> Iterator[str]:
-    """The results of a run's answers, declined ones included, read from its journal."""
+def recorded_answers(directory: Path) -> Iterator[str]:
+    """The texts of a run's answers, declined ones included, read from its journal."""
     reader = RunReader(directory)
     declined = False
     for line in Scan(reader, History(reader.read(CLAIM), documents=True)):
-        kind, _, data = line.record
-        if kind == Kind.RETRIEVAL_ANSWERED:
-            yield "\n\n".join(document["contents"] for document in data["documents"])
-        elif kind == Kind.RETRIEVAL_DECLINED and not declined:
+        record = line.record
+        if isinstance(record, RetrievalAnswered):
+            yield "\n\n".join(document["contents"] for document in record.documents())
+        elif isinstance(record, RetrievalDeclined) and not declined:
             declined = True
             yield DECLINED_RESULT

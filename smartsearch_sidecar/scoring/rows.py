@@ -11,7 +11,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.reward import RewardItem
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
 from smartsearch_sidecar.reward.references import References
-from smartsearch_sidecar.run.shared_quota import Allowance
+from smartsearch_sidecar.run.record import RewardRequested
+from smartsearch_sidecar.run.shared_quota import SharedQuota
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,19 @@ class Row:
     texts: list[str] = field(default_factory=list)
     reward: float = 0.0
     verdicts: list[str] = field(default_factory=list)
+
+    def requested(self) -> RewardRequested:
+        """The record of its admission, under its ``number``."""
+        blocks = self.judgement
+        return RewardRequested(
+            number=self.number,
+            split=self.split,
+            key=self.key,
+            solution_str=self.item.solution_str,
+            judged_blocks=None if blocks is None else blocks.judged,
+            policy_blocks=None if blocks is None else blocks.policy_own,
+            broken_blocks=None if blocks is None else blocks.broken,
+        )
 
 
 class Preparation:
@@ -104,13 +118,13 @@ class Preparation:
 async def judged(
     preparation: Preparation,
     items: Sequence[RewardItem],
-    allowance: Allowance | None,
+    quota: SharedQuota | None,
     deadline: float,
 ) -> list[Row]:
     """Every row usable, or the first error. Where a block is not known here and the run has other
     nodes, all of it is judged again once what they had answered is known.
     """
-    if allowance is None:
+    if quota is None:
         return await asyncio.to_thread(preparation.rows, items)
     try:
         rows = await asyncio.to_thread(preparation.rows, items)
@@ -118,5 +132,5 @@ async def judged(
             return rows
     except errors.ProvenanceBroken:
         pass  # perhaps an answer of another node that is still on its way here
-    await allowance.answers_known(deadline)
+    await quota.answers_known(deadline)
     return await asyncio.to_thread(preparation.rows, items)

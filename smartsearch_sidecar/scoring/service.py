@@ -21,12 +21,15 @@ from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.reward import RewardItem
-from smartsearch_sidecar.ledger.recorder import Recorder
+from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.reward.scorer import Scorer
-from smartsearch_sidecar.run.record import Kind
-from smartsearch_sidecar.run.reward_state import Score, Scores
-from smartsearch_sidecar.run.shared_quota import Allowance
+from smartsearch_sidecar.run.record import (
+    RewardAnswered,
+    RewardFailed,
+    RewardReused,
+)
 from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.run.state import Score
 from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
 from smartsearch_sidecar.scoring.rows import Preparation, Row, ScoringPolicy, judged
 
@@ -54,30 +57,31 @@ class Scoring:
     def __init__(
         self,
         *,
-        recorder: Recorder,
-        scores: Scores,
+        run: Run,
         slots: Slots,
         scorer: Scorer,
         preparation: Preparation,
         calls: MeteredCalls,
         policy: ScoringPolicy,
-        allowance: Allowance | None = None,
     ) -> None:
-        self.recorder = recorder
-        self.scores = scores
+        """The state of ``run`` must have been claimed: it has the splits."""
+        self._recorder = run.recorder
+        self._state = run.state
+        self._scores = run.state.scores
+        self._quota = run.quota
         self.slots = slots
         self.scorer = scorer
         self.preparation = preparation
         self.calls = calls
         self.policy = policy
-        self.allowance = allowance
         self._under_way: dict[str, asyncio.Future[Score]] = {}
         self._tasks: set[asyncio.Task[list[Scored]]] = set()
 
     async def score(self, items: Sequence[RewardItem], *, began: float) -> list[Scored]:
         """The rewards of a batch, in order; ``began`` is the loop's clock at its first byte.
 
-        Raises a ``SidecarError`` whose latch is closed and durable by then.
+        Raises a ``SidecarError`` whose latch is closed and durable by then. It is not counted yet:
+        what answers the request counts it.
         """
         task = asyncio.get_running_loop().create_task(
             self._score(items, began + self.policy.deadline_seconds)
@@ -90,14 +94,14 @@ class Scoring:
     async def _score(self, items: Sequence[RewardItem], deadline: float) -> list[Scored]:
         try:
             async with self.slots.hold(deadline):
-                self.recorder.state.refuse_closed()
-                rows = await judged(self.preparation, items, self.allowance, deadline)
+                self._state.refuse_closed()
+                rows = await judged(self.preparation, items, self._quota, deadline)
                 answered = await self._answer(rows, deadline)
-            self.recorder.state.refuse_closed()
+            self._state.refuse_closed()
             return answered
         except errors.SidecarError as exc:
             named = as_reward_failure(exc)
-            await self.recorder.refuse(named)
+            await self._recorder.latch_for(named)
             if named is exc:
                 raise
             raise named from exc
@@ -106,13 +110,13 @@ class Scoring:
 
     async def _answer(self, rows: list[Row], deadline: float) -> list[Scored]:
         """Reuses what was scored, shares what is being scored, scores the rest."""
-        if self.allowance is not None:
-            await self.allowance.room_to_score(lambda: self._wanted(rows), deadline)
+        if self._quota is not None:
+            await self._quota.room_to_score(lambda: self._wanted(rows), deadline)
         fresh: list[Row] = []
         waits: dict[str, asyncio.Future[Score]] = {}
         if self.policy.reuse_identical:
             for row in rows:
-                if row.key in self.scores.given or row.key in waits:
+                if row.key in self._scores.given or row.key in waits:
                     continue
                 flight = self._under_way.get(row.key)
                 if flight is None:
@@ -134,12 +138,10 @@ class Scoring:
                 score = Score(row.split, row.number, row.reward)
                 answered.append(Scored(score, reused=False))
                 continue
-            given = self.scores.given.get(row.key)
+            given = self._scores.given.get(row.key)
             if given is None:
                 given = await self._shared(waits[row.key], deadline)
-            await self.recorder.record(
-                Kind.REWARD_REUSED, None, {"split": given.split, "of": given.number}
-            )
+            await self._recorder.post_for_receipt(RewardReused(given.split, given.number))
             answered.append(Scored(given, reused=True))
         return answered
 
@@ -147,7 +149,7 @@ class Scoring:
         """How many of ``rows`` would have to be scored now, per split."""
         if not self.policy.reuse_identical:
             return Counter(row.split for row in rows)
-        known = self.scores.given.keys() | self._under_way.keys()
+        known = self._scores.given.keys() | self._under_way.keys()
         return Counter({row.key: row.split for row in rows if row.key not in known}.values())
 
     async def _shared(self, flight: asyncio.Future[Score], deadline: float) -> Score:
@@ -161,26 +163,13 @@ class Scoring:
 
     def _admit(self, rows: list[Row]) -> None:
         """All rows or none: the state is asked for every row before any is recorded."""
-        self.recorder.state.refuse_closed()
-        for split, meter in self.scores.splits.items():
-            wanted = sum(row.split == split for row in rows)
-            if meter.max_scores is not None and meter.score_attempts + wanted > meter.max_scores:
-                raise errors.QUOTA_EXHAUSTED(
-                    f"{wanted} more scores do not fit into {meter.section}.max_scores "
-                    f"({meter.max_scores}, {meter.score_attempts} used)"
-                )
+        self._state.refuse_closed()
+        wanted = Counter(row.split for row in rows)
+        splits = self._scores.splits
+        numbers = {split: iter(splits[split].admit_scores(wanted[split])) for split in wanted}
         for row in rows:
-            row.number = self.scores.splits[row.split].admit_score()
-            data: dict[str, Any] = {
-                "split": row.split,
-                "key": row.key,
-                "solution_str": row.item.solution_str,
-            }
-            if row.judgement is not None:
-                data["judged_blocks"] = row.judgement.judged
-                data["policy_blocks"] = row.judgement.policy_own
-                data["broken_blocks"] = list(row.judgement.broken)
-            self.recorder.post(Kind.REWARD_REQUESTED, row.number, data)
+            row.number = next(numbers[row.split])
+        self._recorder.post_all([row.requested() for row in rows])
 
     async def _run(self, rows: list[Row], deadline: float) -> None:
         """Scores admitted rows; every one of them is settled when this returns or raises."""
@@ -197,20 +186,25 @@ class Scoring:
             raise
 
     async def _side_by_side(self, rows: list[Row], deadline: float) -> None:
-        for row in rows:
-            row.prompts = await asyncio.to_thread(
-                self.scorer.collect_prompts, row.item.solution_str, row.item.ground_truth
-            )
+        await asyncio.to_thread(self._collect_prompts, rows)
         owners = [row for row in rows for _ in row.prompts]
         prompts = [prompt for row in rows for prompt in row.prompts]
         texts = await self.calls.ask(owners, prompts, deadline)
         for row, text in zip(owners, texts, strict=True):
             row.texts.append(text)
+        await asyncio.to_thread(self._compute, rows)
+
+    def _collect_prompts(self, rows: list[Row]) -> None:
+        """The dry pass, in a thread."""
         for row in rows:
-            answers = list(zip(row.prompts, row.texts, strict=True))
-            row.reward = await asyncio.to_thread(
-                self.scorer.score, row.item.solution_str, row.item.ground_truth, answers
-            )
+            item = row.item
+            row.prompts = self.scorer.collect_prompts(item.solution_str, item.ground_truth)
+
+    def _compute(self, rows: list[Row]) -> None:
+        """The second pass, in a thread."""
+        for row in rows:
+            item, answers = row.item, list(zip(row.prompts, row.texts, strict=True))
+            row.reward = self.scorer.score(item.solution_str, item.ground_truth, answers)
 
     async def _one_after_another(self, rows: list[Row], deadline: float) -> None:
         """Each prompt asked when the scorer asks it: the scorer's thread waits for the loop."""
@@ -232,18 +226,14 @@ class Scoring:
     async def _record_rewards(self, rows: list[Row]) -> None:
         for row in rows:
             row.verdicts = [self.scorer.verdict(text) for text in row.texts]
-        receipts = []
-        for row in rows:
-            data = {"split": row.split, "reward": row.reward, "verdicts": row.verdicts}
-            item = self.recorder.fold(Kind.REWARD_ANSWERED, row.number, data)
-            receipts.append(self.recorder.writer.post_for_receipt(item))
-        for receipt in receipts:
-            await receipt
+        await self._recorder.record_all(
+            [RewardAnswered(row.number, row.split, row.reward, tuple(row.verdicts)) for row in rows]
+        )
         for row in rows:
             flight = self._under_way.pop(row.key, None)
             if flight is not None and not flight.done():
                 flight.set_result(Score(row.split, row.number, row.reward))
-        share = self.scores.unparsed_share
+        share = self._scores.unparsed_share
         if share > self.policy.unparsed_share_max:
             raise errors.VERDICTS_UNPARSED(
                 f"{share:.0%} of the last verdicts were neither 0 nor 1, above "
@@ -260,15 +250,15 @@ class Scoring:
             flight = self._under_way.pop(row.key, None)
             if flight is not None and not flight.done():
                 flight.set_exception(failure)
-            if row.number not in self.scores.splits[row.split].scoring:
+            if row.number not in self._scores.splits[row.split].scoring:
                 continue
-            data = {"split": row.split, "code": failure.code, "detail": failure.message}
+            record = RewardFailed(row.number, row.split, failure.code, failure.message)
             try:
-                self.recorder.post(Kind.REWARD_FAILED, row.number, data)
+                self._recorder.post(record)
             except errors.LedgerFailed:
                 return  # the ledger failed first, and that is the cause
         if failure.cause is not None:
-            self.recorder.close_latch(failure.cause, consumed=True, detail=failure.message)
+            self._recorder.close_latch(failure.cause, consumed=True, detail=failure.message)
 
     async def close(self) -> None:
         """Waits for scores under way and frees the helper's connections."""
@@ -290,6 +280,6 @@ def as_reward_failure(exc: BaseException) -> errors.SidecarError:
 
 
 def _retrieved(flight: asyncio.Future[Score]) -> None:
-    """A failure nobody shares must not warn at collection; its owner raises it."""
+    """A failure that no other request shares must not warn at collection; its owner raises it."""
     if not flight.cancelled():
         flight.exception()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import DECLINED_RESULT
@@ -23,7 +23,8 @@ from smartsearch_sidecar.contract.other_clients import (
     render_scores,
 )
 from smartsearch_sidecar.ledger.writer import Receipt
-from smartsearch_sidecar.run.record import Draft
+from smartsearch_sidecar.run.line import Draft
+from smartsearch_sidecar.run.record import ClientQuery
 from smartsearch_sidecar.search.service import Answer, Service, refuse_as_reference
 
 AT_ONCE: Final = 256
@@ -56,9 +57,9 @@ class _Batch:
         self._left = count = len(asked.queries)
         self._parts = [b""] * count
         self._scores = [b""] * count
-        # What the unmodified environment makes of an answer is a rollout's own text; rewards of
-        # other trainers' rollouts are not judged here.
-        self._tell = service.told if asked.form.route != "retrieve" else None
+        # Only the unmodified environment's rollouts are rewarded here: it joins what `/search` and
+        # `/batch_search` answer. Provenance has no use for what `/retrieve` answers.
+        self._on_answer = service.on_answer if asked.form.route != "retrieve" else None
         self._texts = [""] * count
         self._numbers: list[int] = []
         self._failure: errors.SidecarError | None = None
@@ -73,13 +74,13 @@ class _Batch:
         try:
             await self._run(searched=not service.policy.decline or len(problems) < len(queries))
         except asyncio.CancelledError:
-            # What was under way has said so; what was answered already reaches nobody either.
+            # Searches under way have recorded their loss; those already answered are lost as well.
             if self._left < len(queries):
                 service.undelivered(self._first, "cancelled before the answer", self._others)
             raise
-        if self._tell is not None:
+        if self._on_answer is not None:
             for text in self._texts:
-                self._tell(text)
+                self._on_answer(text)
         payload = render_answer(self._asked, self._parts, self._scores)
         return Answer(payload, self._first, self._others)
 
@@ -118,33 +119,28 @@ class _Batch:
                 return
 
     async def _one(self, index: int, query: Query) -> None:
-        service, asked = self._service, self._asked
-        data: dict[str, Any] = {
-            "route": asked.form.route,
-            "query": query.text,
-            "top_n": asked.top_n,
-        }
-        if asked.form.many:
-            data.update(item=index + 1, items=len(asked.queries))
+        service, form, top_n = self._service, self._asked.form, self._asked.top_n
+        place = (index + 1, len(self._asked.queries)) if form.many else (None, None)
+        asked = ClientQuery(form.route, query.text, top_n, *place)
         if query.problem is not None and service.policy.decline:
-            receipt = self._post(service.decline(query.problem, data))
-            self._keep(index, render_declined(asked.form), DECLINED_SCORES, DECLINED_RESULT)
+            receipt = self._post(service.decline(query.problem, asked))
+            self._keep(index, render_declined(form), DECLINED_SCORES, DECLINED_RESULT)
         else:
             number, found, item = await service.search(
-                query.text, query.problem, data, self._deadline, asked.top_n
+                query.text, query.problem, asked, self._deadline, top_n
             )
             self._numbers.append(number)
             receipt = self._post(item)
-            part = render_found(asked.form, found.documents_json)
-            scores = render_scores(found.documents_json) if asked.scores else b""
-            self._keep(index, part, scores, found.result if self._tell is not None else "")
+            documents = found.documents()
+            scores = render_scores(documents) if self._asked.scores else b""
+            self._keep(index, render_found(form, documents), scores, found.text)
         if receipt is not None:
             await receipt
 
     def _post(self, item: Draft) -> asyncio.Future[Receipt] | None:
         """Hands a settlement over. The last one's receipt covers those before it."""
         self._left -= 1
-        writer = self._service.writer
+        writer = self._service.run.writer
         if self._left == 0 or writer.queued >= AHEAD_RECORDS:
             return writer.post_for_receipt(item)
         writer.post(item)

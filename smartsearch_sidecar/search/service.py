@@ -5,14 +5,14 @@ record ``answered``, synced -> free the slot -> hand over -> record ``delivery.l
 had gone.
 
 Deciding is synchronous: a decision is read off the state, encoded, folded and posted in one step of
-the loop (``recorder.py``). Whatever holds something settles it in the same step in which it learns
-of the end, also when it is cancelled: a settlement is never awaited, only its receipt is.
+the loop (``ledger/recorder.py``). Code that holds something settles it in the same step in which it
+learns of the end, also when it is cancelled: a settlement is never awaited, only its receipt is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,17 +24,24 @@ from smartsearch_sidecar.contract.execute import (
     parse_execute,
     reference_refusal,
     render_execute,
-    result_of,
 )
-from smartsearch_sidecar.ledger.recorder import Recorder, utf8_safe
+from smartsearch_sidecar.ledger.recorder import utf8_safe
+from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.passages import Found
 from smartsearch_sidecar.run.deadline import run_until_deadline
-from smartsearch_sidecar.run.record import Draft, Kind
-from smartsearch_sidecar.run.shared_quota import Allowance
+from smartsearch_sidecar.run.line import Draft
+from smartsearch_sidecar.run.record import (
+    Asked,
+    DeliveryLost,
+    NativeCall,
+    RetrievalAnswered,
+    RetrievalDeclined,
+    RetrievalFailed,
+    RetrievalRequested,
+)
+from smartsearch_sidecar.run.shared_quota import SharedQuota
 from smartsearch_sidecar.run.slots import Slots
-
-_DECLINED_PAYLOAD = render_execute(DECLINED_RESULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,39 +76,34 @@ class Service:
     def __init__(
         self,
         *,
-        recorder: Recorder,
+        run: Run,
         slots: Slots,
         retrieval: CachedSearch,
         policy: ServicePolicy,
-        told: Callable[[str], None] | None = None,
-        allowance: Allowance | None = None,
+        on_answer: Callable[[str], None] | None = None,
     ) -> None:
-        """``told`` hears the result text of every answer before it is handed over, for the
-        provenance of rewards; ``allowance`` is asked before a search where many nodes share one.
+        """``on_answer`` is called with the text of every answer before it is handed over, for the
+        provenance of rewards.
         """
-        self.recorder = recorder
-        self.state = recorder.state
-        self.writer = recorder.writer
+        self.run = run
         self.slots = slots
         self.retrieval = retrieval
         self.policy = policy
-        self.told = told
-        self.allowance = allowance
+        self.on_answer = on_answer
+        self._state = run.state
+        self._recorder = run.recorder
 
     def undelivered(self, number: int | None, stage: str, others: Sequence[int] = ()) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""
-        if self.writer.failure is not None:
+        if self.run.writer.failure is not None:
             return
-        self.recorder.refused["response_undelivered"] += 1
-        data: dict[str, Any] = {"stage": stage}
-        if others:
-            data["others"] = list(others)
+        self._recorder.refused["response_undelivered"] += 1
         try:
-            self.recorder.post(Kind.DELIVERY_LOST, number, data)
+            self._recorder.post(DeliveryLost(number, stage, tuple(others) or None))
         except errors.LedgerFailed:
             return  # after the end of the ledger, or beside its failure: that is the cause
         if self.policy.latch_undelivered:
-            self.recorder.close_latch(
+            self._recorder.close_latch(
                 "response_undelivered",
                 number=number,
                 consumed=number is not None,
@@ -119,25 +121,25 @@ class Service:
 
     async def _execute(self, body: bytes, deadline: float) -> Answer:
         call = parse_execute(body, self.policy.rules)
-        data = {"env": call.env, "call": call.call}
-        if call.problem is not None and not self.policy.decline:
-            refuse_as_reference(call.problem)
+        asked = NativeCall(call.env, call.call, call.query)
+        number: int | None = None
+        text = DECLINED_RESULT
         if call.problem is not None and self.policy.decline:
-            return await self._recorded(None, self.decline(call.problem, data), _DECLINED_PAYLOAD)
-        await self.check_identity(deadline)
-        number, found, item = await self.search(call.query, call.problem, data, deadline)
-        return await self._recorded(number, item, found.payload)
-
-    async def _recorded(self, number: int | None, item: Draft, payload: bytes) -> Answer:
-        """Returns the answer once its record is on the medium."""
+            item = self.decline(call.problem, asked)
+        else:
+            if call.problem is not None:
+                refuse_as_reference(call.problem)
+            await self.check_identity(deadline)
+            number, found, item = await self.search(call.query, call.problem, asked, deadline)
+            text = found.text
         try:
-            await self.writer.post_for_receipt(item)
+            await self.run.writer.post_for_receipt(item)
         except asyncio.CancelledError:
             self.undelivered(number, "cancelled before the answer")
             raise
-        if self.told is not None:
-            self.told(result_of(payload))
-        return Answer(payload, number)
+        if self.on_answer is not None:
+            self.on_answer(text)
+        return Answer(render_execute(text), number)
 
     # --- the steps of any search ------------------------------------------------------------------
 
@@ -149,7 +151,8 @@ class Service:
     ) -> Answer:
         """Waits for a slot, does ``work(deadline)``, and gives the slot back before the answer.
 
-        Whatever it raises has been counted, and is durable where it closed the latch.
+        A ``SidecarError`` that it raises is durable where it closed the latch, and not counted yet:
+        what answers the request counts it.
         """
         deadline = began + self.policy.deadline_seconds
         try:
@@ -165,19 +168,15 @@ class Service:
                 answer = await work(deadline)
             finally:
                 self.slots.give()
-            if self.state.closed:
-                self.state.refuse_closed()
+            self._state.refuse_closed()
             return answer
         except errors.SidecarError as exc:
-            # A search that was shared raises one and the same in each request: each is a refusal.
-            # A lost client was counted where it was noticed.
-            exc.counted = errors.CLIENT_GONE.matches(exc)
-            await self.recorder.refuse(exc)
+            await self._recorder.latch_for(exc)
             raise
 
     async def check_identity(self, deadline: float) -> None:
         """Asks for admission, and then the provider who it is: the last step before a number."""
-        self.state.admit_search()
+        self._state.admit_search()
         try:
             await run_until_deadline(deadline, self.retrieval.guard.check_identity())
         except TimeoutError:
@@ -190,29 +189,29 @@ class Service:
             self.undelivered(None, "cancelled before the search")
             raise
 
-    def decline(self, problem: QueryProblem, data: Mapping[str, Any]) -> Draft:
+    def decline(self, problem: QueryProblem, asked: Asked) -> Draft:
         """Folds a declined query; the caller posts it in the same step."""
-        self.state.refuse_closed()
-        item: Mapping[str, Any] = {"reason": problem.value, **data}
-        return self.recorder.fold(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, item)
+        self._state.refuse_closed()
+        number = self._state.declined + 1
+        return self._recorder.fold(RetrievalDeclined(number, problem.value, asked))
 
     async def search(
         self,
         query: str,
         problem: QueryProblem | None,
-        data: Mapping[str, Any],
+        asked: Asked,
         deadline: float,
         top_n: int | None = None,
     ) -> tuple[int, Found, Draft]:
         """Admits, records and settles one search: its number, what it found, and the settlement,
         which is folded, and which the caller posts in the same step.
 
-        ``data`` is what ``retrieval.requested`` says of it; ``problem`` a tag or none.
+        ``asked`` is what ``retrieval.requested`` says of it; ``problem`` is a tag or ``None``.
         """
-        if self.allowance is not None:
-            await self._room(self.allowance, deadline)
-        number = self.state.admit_search()
-        self.writer.post(self.recorder.fold(Kind.RETRIEVAL_REQUESTED, number, data))
+        if self.run.quota is not None:
+            await self._room(self.run.quota, deadline)
+        number = self._state.admit_search()
+        self._recorder.post(RetrievalRequested(number, asked))
         try:
             if problem is not None:
                 raise errors.QUERY_TAGGED("the query carries a protocol tag")
@@ -237,38 +236,30 @@ class Service:
             )
             raise
 
-    async def _room(self, allowance: Allowance, deadline: float) -> None:
+    async def _room(self, quota: SharedQuota, deadline: float) -> None:
         try:
-            await allowance.room_to_search(deadline)
+            await quota.room_to_search(deadline)
         except asyncio.CancelledError:
             self.undelivered(None, "cancelled before the search")
             raise
 
     def _answered(self, number: int, found: Found, outcome: str, seconds: float) -> Draft:
-        data: dict[str, Any] = {"cache": outcome, "took_us": int(seconds * 1e6)}
-        if found.dropped:
-            data["dropped"] = [dict(item) for item in found.dropped]
-        return self.recorder.fold(
-            Kind.RETRIEVAL_ANSWERED, number, data, documents_json=found.documents_json
+        took_us = int(seconds * 1e6)
+        return self._recorder.fold(
+            RetrievalAnswered(number, found.documents_json, outcome, took_us, found.dropped or None)
         )
 
     def _settle_failed(self, number: int, exc: errors.SidecarError) -> None:
         """Records a failed attempt and closes the latch with it."""
-        if number not in self.state.searching:
+        if number not in self._state.searching:
             return
-        cause = exc.cause or exc.code
+        cause = exc.closes_as
         try:
-            self.writer.post(
-                self.recorder.fold(
-                    Kind.RETRIEVAL_FAILED,
-                    number,
-                    {"code": exc.code, "cause": cause, "detail": utf8_safe(exc.message)},
-                )
-            )
+            self._recorder.post(RetrievalFailed(number, exc.code, cause, utf8_safe(exc.message)))
         except errors.LedgerFailed:
             return  # the ledger failed first, and that is the cause
         if exc.cause is not None:
-            self.recorder.close_latch(exc.cause, number=number, consumed=True, detail=exc.message)
+            self._recorder.close_latch(exc.cause, number=number, consumed=True, detail=exc.message)
 
 
 def _being_cancelled() -> bool:

@@ -142,12 +142,9 @@ class App:
         try:
             body = await read_body(request, self._body_bytes_max, self._body_seconds)
             run = await self._ready.wait(request.began)
+            found = await run.service.execute(body, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:
             return await self._settled(request, exc)
-        try:
-            found = await run.service.execute(body, began=request.began, gone=request.gone)
-        except errors.SidecarError as exc:  # the service has refused it already, durably
-            return self._refused(request, exc)
         return answer_search(request, run, found, "execute")
 
     def _probe(self, request: EdgeRequest, raw: str) -> Reply:

@@ -75,7 +75,7 @@ def _samples(run: ServedRun) -> Iterator[tuple[str, Sample]]:
     yield "build_info", ((__version__,), 1.0)
     yield from _requests(run)
     yield from _searches(run)
-    if run.service.state.scores.splits:
+    if run.service.run.state.scores.splits:
         yield from _rewards(run)
     yield from _run(run)
     yield from _ledger(run)
@@ -85,7 +85,7 @@ def _requests(run: ServedRun) -> Iterator[tuple[str, Sample]]:
     service, observer = run.service, run.observer
     for labels, count in observer.requests.items():
         yield "requests_total", (labels, count)
-    for cause, count in service.recorder.refused.items():
+    for cause, count in service.run.recorder.refused.items():
         yield "failures_total", ((cause,), count)
     yield "service_seconds", ((), (observer.service, 0))
     rooms: dict[str, Slots] = {"execute": service.slots}
@@ -105,7 +105,7 @@ def _requests(run: ServedRun) -> Iterator[tuple[str, Sample]]:
 
 def _searches(run: ServedRun) -> Iterator[tuple[str, Sample]]:
     service = run.service
-    state = service.state
+    state = service.run.state
     yield "search_attempts_total", ((), state.attempts)
     yield "searches_total", (("answered",), state.responses)
     yield "searches_total", (("failed",), state.failed)
@@ -123,7 +123,7 @@ def _searches(run: ServedRun) -> Iterator[tuple[str, Sample]]:
 
 
 def _rewards(run: ServedRun) -> Iterator[tuple[str, Sample]]:
-    scores, observer = run.service.state.scores, run.observer
+    scores, observer = run.service.run.state.scores, run.observer
     for split, meter in scores.splits.items():
         yield "score_attempts_total", ((split,), meter.score_attempts)
         yield "scores_total", ((split,), meter.score_responses)
@@ -148,7 +148,7 @@ def _rewards(run: ServedRun) -> Iterator[tuple[str, Sample]]:
 
 
 def _run(run: ServedRun) -> Iterator[tuple[str, Sample]]:
-    state = run.service.state
+    state = run.service.run.state
     for quota in quotas(run.service):
         yield "quota_max", ((quota.name, quota.split), quota.most)
         yield "quota_left", ((quota.name, quota.split), quota.left)
@@ -161,7 +161,7 @@ def _run(run: ServedRun) -> Iterator[tuple[str, Sample]]:
 
 
 def _ledger(run: ServedRun) -> Iterator[tuple[str, Sample]]:
-    writer, observer = run.service.writer, run.observer
+    writer, observer = run.service.run.writer, run.observer
     yield "ledger_records_total", ((), writer.seq)
     yield "ledger_bytes_total", ((), observer.journal_bytes)
     yield "ledger_queue_records", ((), writer.queued)

@@ -99,8 +99,8 @@ class InternalRoutes:
         reason = value.get("reason") if isinstance(value, dict) else None
         if not isinstance(reason, str) or not reason.strip():
             raise errors.OPERATOR_REQUEST('send {"reason": "why"}')
-        run.service.recorder.close_latch("operator", detail=reason)
-        await run.service.recorder.latch_durable()
+        run.service.run.recorder.close_latch("operator", detail=reason)
+        await run.service.run.recorder.latch_durable()
         return 200, run.status()
 
     async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:

@@ -83,7 +83,7 @@ class OperatorRoutes:
     # --- ticks ------------------------------------------------------------------------------------
 
     async def _ticks(self, run: ServedRun) -> None:
-        latched = run.service.recorder.latched
+        latched = run.service.run.recorder.latched
         known = latched.is_set()
         while True:
             try:
@@ -97,7 +97,7 @@ class OperatorRoutes:
 
     def _take(self, run: ServedRun) -> None:
         service = run.service
-        state = service.state
+        state = service.run.state
         if state.closed and self._observer.latched_at is None and self._task is not None:
             self._observer.latched_at = time.time()  # a ledger that failed could not say so
         chosen = self._choose()
@@ -135,7 +135,7 @@ class OperatorRoutes:
     def _now(self, run: ServedRun) -> dict[str, Any]:
         """What a tick says; JSON values."""
         service, observer = run.service, self._observer
-        cause = service.state.cause
+        cause = service.run.state.cause
         found = zip(run.quotas(), self._series.rates(), strict=True)
         return {
             "at": time.time(),
@@ -143,7 +143,7 @@ class OperatorRoutes:
             "failure": None
             if cause is None
             else {
-                **cause.as_data(),
+                **cause.to_data(),
                 "at": observer.latched_at,
                 "remedy": remedy(cause.cause),
                 "going_on": GOING_ON,
@@ -223,7 +223,7 @@ class OperatorRoutes:
                     **self._about,
                     "version": __version__,
                     "started_at": self._observer.started_at,
-                    "claim_sha256": run.service.state.claim_sha256,
+                    "claim_sha256": run.service.run.state.claim_sha256,
                 },
                 "facts": run.facts,
                 "columns": COLUMNS,
@@ -253,4 +253,4 @@ def _listed(one: Recent) -> dict[str, Any]:
 
 
 def _query(one: Recent) -> str:
-    return utf8_safe(readable_query(one.words)) if one.words else ""
+    return utf8_safe(readable_query(one.asked)) if one.asked is not None else ""

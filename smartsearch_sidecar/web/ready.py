@@ -81,7 +81,7 @@ class ServedRun:
 
 def quotas(service: Service) -> list[Quota]:
     """Every allowance of a run and what this node has used, always in the same order."""
-    state = service.state
+    state = service.run.state
     found = [Quota("retrieval_calls", "", "searches", state.attempts, state.max_calls)]
     for split, meter in state.scores.splits.items():
         if meter.max_scores is not None:
@@ -107,7 +107,7 @@ class Ready:
         """Hold this run from now on. The first failure from before closes its latch."""
         self.run = run
         if self._early is not None and self._early.cause is not None:
-            run.service.recorder.close_latch(
+            run.service.run.recorder.close_latch(
                 self._early.cause, detail=f"while loading: {self._early.message}"
             )
         self._opened.set()
@@ -139,7 +139,7 @@ class Ready:
 
     def healthy(self) -> bool:
         """Whether a run is served and its latch open."""
-        return self.run is not None and not self.run.service.state.closed
+        return self.run is not None and not self.run.service.run.state.closed
 
     def close_latch(self, exc: errors.SidecarError) -> None:
         """Count a failure that the edge saw, and close the latch if it has a cause."""
@@ -148,8 +148,8 @@ class Ready:
         if self.run is None:
             self._early = self._early or exc
         else:
-            self.run.service.recorder.refused[exc.cause] += 1
-            self.run.service.recorder.close_latch(exc.cause, detail=exc.message)
+            self.run.service.run.recorder.refused[exc.cause] += 1
+            self.run.service.run.recorder.close_latch(exc.cause, detail=exc.message)
 
     async def settle(self, exc: errors.SidecarError) -> errors.SidecarError:
         """Count a refusal, and close the latch where it must; returns what is to be answered.
@@ -159,7 +159,7 @@ class Ready:
         """
         if self.run is not None:
             try:
-                await self.run.service.recorder.refuse(exc)
+                await self.run.service.run.recorder.refuse(exc)
             except errors.LedgerFailed as failure:
                 return failure
         elif exc.cause is not None:

@@ -13,13 +13,19 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from smartsearch_sidecar.contract.execute import ExecuteCall, ExecuteRules, parse_execute
+from smartsearch_sidecar.contract.execute import (
+    ExecuteCall,
+    ExecuteRules,
+    parse_execute,
+    render_execute,
+)
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.process.endpoints import bind
 from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.run.record import Draft, Kind, draft, encode_line
+from smartsearch_sidecar.run.line import Draft, draft, encode_line
+from smartsearch_sidecar.run.record import NativeCall, RetrievalAnswered, RetrievalRequested
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.run.state import RunState
 from smartsearch_sidecar.web.edge.request import EdgeRequest
@@ -120,20 +126,20 @@ class Stack:
         await self._retrieval.guard.check_identity()
         if self._number < RECORDS:
             found, _ = await self._retrieval.find(call.query.strip(), deadline)
-            return found.payload
+            return render_execute(found.text)
         number = self._state.admit_search()
-        asked = self._fold(draft(Kind.RETRIEVAL_REQUESTED, number, _data(call)))
+        words = NativeCall(call.env, call.call, call.query)
+        asked = self._fold(draft(RetrievalRequested(number, words)))
         began = asyncio.get_running_loop().time()
         found, outcome = await self._retrieval.find(call.query.strip(), deadline)
         took = int((asyncio.get_running_loop().time() - began) * 1e6)
-        told = {"cache": outcome, "took_us": took}
-        json = found.documents_json
-        answered = self._fold(draft(Kind.RETRIEVAL_ANSWERED, number, told, documents_json=json))
+        record = RetrievalAnswered(number, found.documents_json, outcome, took)
+        answered = self._fold(draft(record))
         if self._number >= CHAIN:
             blob = self._chain(asked) + self._chain(answered)
             if self._number >= WRITE:
                 self._files.append(blob, sync=False)
-        return found.payload
+        return render_execute(found.text)
 
     def _fold(self, item: Draft) -> Draft:
         self._state.fold(item.record)
@@ -141,12 +147,11 @@ class Stack:
 
     def _chain(self, item: Draft) -> bytes:
         self._seq += 1
-        line, self._head = encode_line(item, seq=self._seq, at=wall_clock(), prev=self._head)
+        record, at = item.record, wall_clock()
+        line, self._head = encode_line(
+            record.kind, record.number, item.data_json, seq=self._seq, at=at, prev=self._head
+        )
         return line
-
-
-def _data(call: ExecuteCall) -> dict[str, str]:
-    return {"env": call.env, "call": call.call}
 
 
 async def serve(

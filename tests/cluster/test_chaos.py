@@ -62,7 +62,7 @@ async def test_no_more_than_the_run_has(tmp_path: Path, seed: int) -> None:
         cutting.cancel()
         await asyncio.wait([cutting])
         ground.start()
-        causes = {run.service.state.cause.cause for run in runs if run.service.state.cause}
+        causes = {run.service.run.state.cause.cause for run in runs if run.service.run.state.cause}
     assert causes == {"quota_exhausted"}, seed
     answered = sum(status == 200 for each in statuses for status in each)
     admitted = [

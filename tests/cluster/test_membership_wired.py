@@ -20,8 +20,8 @@ def reason(report: dict[str, dict[str, str]]) -> str:
 
 async def ended_with(run: Served) -> tuple[str, str]:
     """Cause and detail of a run, once its latch has closed on disk."""
-    await until(lambda: run.service.state.closed)
-    await run.service.recorder.latch_durable()
+    await until(lambda: run.service.run.state.closed)
+    await run.service.run.recorder.latch_durable()
     return cause_on_disk(run)
 
 

@@ -122,7 +122,7 @@ async def test_no_score_beyond_the_lease(tmp_path: Path) -> None:
         ground.stop()
         status, value = await reward(first, solution)
         assert (status, value["error"]["code"]) == (503, "cluster_unreachable")
-        assert first.service.state.scores.splits["train"].score_attempts == 0
+        assert first.service.run.state.scores.splits["train"].score_attempts == 0
 
 
 async def test_an_answer_of_another_node_is_known(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ async def test_an_answer_of_no_node_is_refused(tmp_path: Path) -> None:
         solution = rollouts.rollout(QUESTION, [turn], rollouts.final("Paris"))
         status, value = await reward(first, solution)
         assert (status, value["error"]["code"]) == (409, "provenance_broken")
-        await until(lambda: second.service.state.closed)
-        cause = second.service.state.cause
+        await until(lambda: second.service.run.state.closed)
+        cause = second.service.run.state.cause
         assert cause is not None
         assert cause.cause == "provenance_broken"
 
@@ -156,7 +156,7 @@ async def test_what_cannot_be_known_is_not_called_broken(tmp_path: Path) -> None
         bus_of(ground, "b").cut()
         status, value = await reward(first, await rollout(second, "unpublished"))
         assert (status, value["error"]["code"]) == (503, "cluster_unreachable")
-        cause = first.service.state.cause
+        cause = first.service.run.state.cause
         assert cause is not None
         assert "node b" in cause.detail
 
@@ -210,11 +210,11 @@ async def test_scores_and_calls_are_leased(tmp_path: Path) -> None:
         assert codes[-1] == "quota_exhausted"
         value_now: Leases = leases(ground)
         used = sum(
-            run.service.state.scores.splits["train"].model_attempts for run in (first, second)
+            run.service.run.state.scores.splits["train"].model_attempts for run in (first, second)
         )
         assert used <= 8
         assert value_now.taken("train.helper_calls") <= 8
-        await until(lambda: first.service.state.closed and second.service.state.closed)
+        await until(lambda: first.service.run.state.closed and second.service.run.state.closed)
 
 
 async def test_a_batch_waits_for_its_lease(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ async def test_an_answer_is_published_once(tmp_path: Path) -> None:
     async with pair(tmp_path, ground) as (first, second):
         streams = []
         for run in (first, second):
-            cluster_run = run.service.allowance
+            cluster_run = run.service.run.quota
             assert isinstance(cluster_run, ClusterRun)
             streams.append(stream_of(cluster_run))
         await rollout(first, "one", " ", "two")

@@ -29,10 +29,10 @@ async def test_a_latch_closes_every_node(tmp_path: Path) -> None:
     async with cluster(tmp_path, 3) as (first, second, third):
         assert (await first.execute("before"))[0] == 200
         await second.internal("POST", "/latch", {"reason": "enough"})
-        await until(lambda: first.service.state.closed and third.service.state.closed)
+        await until(lambda: first.service.run.state.closed and third.service.run.state.closed)
         for run in (first, third):
             assert (await run.execute("after"))[0] == 502
-            await run.service.recorder.latch_durable()
+            await run.service.run.recorder.latch_durable()
             assert cause_on_disk(run) == ("operator", "on node node-1: enough")
         assert cause_on_disk(second) == ("operator", "enough")
         assert [await run.stop() for run in (first, second, third)] == [4, 4, 4]
@@ -59,10 +59,10 @@ async def test_a_resumed_node_tells_of_its_old_latch(tmp_path: Path) -> None:
         async with joined(tmp_path, ground, "b", 2) as second:
             bus_of(ground, "b").cut()
             await second.internal("POST", "/latch", {"reason": "alone"})
-        assert not first.service.state.closed
+        assert not first.service.run.state.closed
         async with joined(tmp_path, ground, "b", 2, resume=True):
-            await until(lambda: first.service.state.closed)
-            await first.service.recorder.latch_durable()
+            await until(lambda: first.service.run.state.closed)
+            await first.service.run.recorder.latch_durable()
             assert cause_on_disk(first) == ("operator", "on node b: alone")
 
 
@@ -76,8 +76,8 @@ async def test_a_ledger_that_fails_ends_the_run(tmp_path: Path) -> None:
     ):
         disk.read_only = True
         assert (await second.execute("a question"))[0] == 503
-        await until(lambda: first.service.state.closed)
-        await first.service.recorder.latch_durable()
+        await until(lambda: first.service.run.state.closed)
+        await first.service.run.recorder.latch_durable()
         cause, detail = cause_on_disk(first)
         assert cause == "ledger_failed"
         assert detail.startswith("on node b: ")
@@ -141,7 +141,7 @@ async def test_names_and_places_are_taken_once(tmp_path: Path) -> None:
         assert "node c is one too many" in await refused(tmp_path, ground, "c")
         assert (await second.health(5))[0] == 200
     async with joined(tmp_path, ground, "b", 2, resume=True) as again:
-        assert again.service.state.restarts == 1
+        assert again.service.run.state.restarts == 1
 
 
 async def test_keys_of_something_else_are_refused(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ async def test_what_is_heard_at_the_end_changes_no_record(tmp_path: Path) -> Non
     """A latch that closes elsewhere while this node ends is for its next start."""
     ground = Ground()
     async with cluster(tmp_path, 2, ground=ground) as (first, second):
-        cluster_run = second.service.allowance
+        cluster_run = second.service.run.quota
         assert isinstance(cluster_run, ClusterRun)
         cluster_run.ending()
         await first.internal("POST", "/latch", {"reason": "enough"})
@@ -193,14 +193,14 @@ async def test_the_quota_is_the_runs(tmp_path: Path) -> None:
     ) as runs:
         asked = [run.execute(f"query {number}") for number in range(10) for run in runs]
         assert {status for status, _ in await asyncio.gather(*asked)} == {200}
-        while (await runs[0].execute(f"more {runs[0].service.state.attempts}"))[0] == 200:
+        while (await runs[0].execute(f"more {runs[0].service.run.state.attempts}"))[0] == 200:
             pass
-        attempts = [run.service.state.attempts for run in runs]
+        attempts = [run.service.run.state.attempts for run in runs]
         # The two others hold at most a block each that they did not use.
         assert 60 - 2 * 4 <= sum(attempts) <= 60
         assert leases(ground).taken("searches") == 60
-        await until(lambda: all(run.service.state.closed for run in runs))
-        causes = [run.service.state.cause for run in runs]
+        await until(lambda: all(run.service.run.state.closed for run in runs))
+        causes = [run.service.run.state.cause for run in runs]
         assert [cause and cause.cause for cause in causes] == ["quota_exhausted"] * 3
 
 
@@ -230,7 +230,7 @@ async def test_a_resumed_node_goes_on_with_its_lease(tmp_path: Path) -> None:
         assert held == 2
         async with joined(tmp_path, ground, "b", 2, resume=True, **keys) as again:
             assert (await again.execute("two"))[0] == 200
-            assert again.service.state.attempts == 2
+            assert again.service.run.state.attempts == 2
             assert leases(ground).taken("searches") <= 4
 
 
@@ -253,11 +253,11 @@ async def test_without_the_servers_the_lease_is_all(tmp_path: Path) -> None:
             used += 1
         assert status == 503
         assert used == leases(ground).of("node-0")["searches"]
-        cause = first.service.state.cause
+        cause = first.service.run.state.cause
         assert cause is not None
         assert cause.cause == "cluster_unreachable"
         ground.start()
-        await until(lambda: second.service.state.closed)
+        await until(lambda: second.service.run.state.closed)
 
 
 async def test_a_search_waits_for_its_lease(tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ async def test_a_search_that_waits_for_a_lease_may_leave(tmp_path: Path) -> None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert first.service.state.attempts == 0
-        assert first.service.state.lost == 1
+        assert first.service.run.state.attempts == 0
+        assert first.service.run.state.lost == 1
         assert first.service.slots.in_service == 0
         ground.start()
 
@@ -351,7 +351,7 @@ async def test_a_receipt_names_every_node(tmp_path: Path) -> None:
         assert status == 201
         assert set(receipt["nodes"]) == {"node-0", "node-1"}
         other = receipt["nodes"]["node-1"]
-        assert other["claim_sha256"] == second.service.state.claim_sha256
+        assert other["claim_sha256"] == second.service.run.state.claim_sha256
         last = second.records()[-1]
         assert (other["seq"], other["head"]) == (last["seq"], last["sum"])
         accepted = first.records()[-1]

@@ -30,7 +30,6 @@ DOCUMENTS: list[dict[str, Any]] = [
     {"id": "a", "contents": '"Ä"\nfirst "quoted"', "score": 2.5},
     {"id": "b", "contents": "second 東", "score": None},
 ]
-FOUND = json.dumps(DOCUMENTS).encode()
 PLAIN = [{"id": one["id"], "contents": one["contents"]} for one in DOCUMENTS]
 
 
@@ -206,8 +205,8 @@ def test_a_batch_is_bounded() -> None:
 def answer(route: str, value: dict[str, Any], count: int = 1) -> Any:
     """The answer where every query finds ``DOCUMENTS``, but the last, which is declined."""
     asked = read(route, value)
-    parts = [render_found(asked.form, FOUND)] * count
-    scores = [render_scores(FOUND)] * count
+    parts = [render_found(asked.form, DOCUMENTS)] * count
+    scores = [render_scores(DOCUMENTS)] * count
     if len(asked.queries) > count:
         parts.append(render_declined(asked.form))
         scores.append(DECLINED_SCORES)

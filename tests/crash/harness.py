@@ -235,10 +235,11 @@ class Journal:
         settled: set[int] = set()
         cause = None
         for line in Scan(reader, History(reader.read(CLAIM), documents=True)):
-            kind, number, data = line.record
+            kind, number, data = line.record.kind, line.record.number, line.data
             kinds.append(kind)
             if kind == "retrieval.requested" and number is not None:
                 queries[number] = data["call"].split("'")[1]
+                assert data["query"] == queries[number]
             elif kind == "retrieval.answered" and number is not None:
                 text = "\n\n".join(document["contents"] for document in data["documents"])
                 answers[queries[number], text] += 1

@@ -133,7 +133,7 @@ async def leave_the_sync(run: Served) -> Answered:
     disk.let_through.clear()
     client = await connect(run)
     await client.send(request())
-    await until(lambda: run.service.state.responses == 1)
+    await until(lambda: run.service.run.state.responses == 1)
     client.close()
     disk.let_through.set()
     return None, None
@@ -143,7 +143,7 @@ async def leave_the_answer(run: Served) -> Answered:
     """Closes with the answer in its own kernel's buffer, unread."""
     client = await connect(run)
     await client.send(request())
-    await until(lambda: run.service.state.responses == 1 and run.service.slots.idle)
+    await until(lambda: run.service.run.state.responses == 1 and run.service.slots.idle)
     await asyncio.get_running_loop().run_in_executor(None, client.sock.fileno)
     await until(lambda: _readable(client))
     client.close()
@@ -165,7 +165,7 @@ async def leave_a_pipeline(run: Served) -> Answered:
     await client.send(request() + request())
     await until(lambda: run.provider.under_way == 1)
     client.close()
-    await until(lambda: run.service.state.closed)
+    await until(lambda: run.service.run.state.closed)
     gate.set()
     await until(lambda: run.service.slots.idle)
     return None, None
@@ -184,7 +184,7 @@ async def read_slowly(run: Served) -> Answered:
     run.provider.answer = [{"id": "1", "contents": "x" * 4_000_000}]
     client = await connect(run, receive_bytes=4096)
     await client.send(request())
-    await until(lambda: run.service.state.responses == 1)
+    await until(lambda: run.service.run.state.responses == 1)
     run.provider.answer = None
     assert (await ask(run, "beside it"))[0] == 200
     return await answer_of(client)
@@ -314,7 +314,7 @@ async def share_a_failure(run: Served) -> Answered:
     """Three ask the same, and the one search for them fails."""
     gate = run.provider.gate = asyncio.Event()
     asked = [asyncio.create_task(ask(run)) for _ in range(3)]
-    await until(lambda: len(run.service.state.searching) == 3)
+    await until(lambda: len(run.service.run.state.searching) == 3)
     gate.set()
     answers = set(await asyncio.gather(*asked))
     assert len(answers) == 1

@@ -12,7 +12,9 @@ import orjson
 
 from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, segment_name
 from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.run.record import Kind, claim_digest, draft, encode_line
+from smartsearch_sidecar.run.encoding import encode_json
+from smartsearch_sidecar.run.line import Draft, claim_digest, encode_line
+from smartsearch_sidecar.run.record import Kind, record_of
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256, documents_for
 
@@ -68,6 +70,12 @@ def searches(count: int, first: int = 1) -> list[Event]:
     return events
 
 
+def resumed() -> Event:
+    """A restart after an orderly end."""
+    data = {"clean": True, "ending": "clean", "torn_bytes": 0, "set_aside": None, "unsettled": []}
+    return Kind.RUN_RESUMED, None, data
+
+
 def closed(count: int, *, latch: bool = False) -> Event:
     """An orderly end after ``count`` answered searches."""
     data = {"latched": latch, "retrieval_attempts": count, "retrieval_responses": count}
@@ -111,11 +119,9 @@ def encode(events: Iterable[Event], claim: bytes) -> tuple[list[bytes], list[str
     data = {"max_calls": 1000, "claim_sha256": head}
     lines, heads = [], [head]
     for seq, (kind, number, values) in enumerate([(Kind.RUN_CLAIMED, None, data), *events], 1):
-        rest = dict(values)
-        documents = rest.pop("documents", None)
-        spliced = None if documents is None else orjson.dumps(documents)
-        item = draft(kind, number, rest, documents_json=spliced)
-        line, head = encode_line(item, seq=seq, at=AT, prev=head)
+        first = {"documents": values["documents"]} if "documents" in values else {}
+        encoded = encode_json({**first, **values})
+        line, head = encode_line(kind, number, encoded, seq=seq, at=AT, prev=head)
         lines.append(line)
         heads.append(head)
     return lines, heads
@@ -151,3 +157,8 @@ def contents(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
+
+
+def drafted(kind: Kind, number: int | None, data: dict[str, Any]) -> Draft:
+    """A decision in the words of the journal, as it is handed to the writer."""
+    return Draft(record_of(kind, number, data), encode_json(data))

@@ -210,7 +210,7 @@ async def test_a_failed_search_fails_its_trajectory(
         await expect_raised(module.SidecarSearch({}), "the sidecar answered retrieval_failed")
         provider.fault = None
         await expect_raised(module.SidecarSearch({}), "retrieval_failed")
-        assert run.service.state.attempts == 1  # refused here: the second never left
+        assert run.service.run.state.attempts == 1  # refused here: the second never left
 
 
 async def test_no_trajectory_begins_after_a_failure(
@@ -338,7 +338,7 @@ async def test_a_sidecar_that_hangs_is_a_failure(
         tool = module.SidecarSearch({"timeout_seconds": 0.2})
         await expect_raised(tool, "gave no answer")
         provider.gate.set()
-        await until(lambda: run.service.state.closed and run.service.state.settled)
+        await until(lambda: run.service.run.state.closed and run.service.run.state.settled)
 
 
 @pytest.mark.parametrize(

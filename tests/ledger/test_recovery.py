@@ -24,8 +24,9 @@ from smartsearch_sidecar.ledger.recovery import (
     restart_cause,
 )
 from smartsearch_sidecar.ledger.resume import Reopened, reopen
-from smartsearch_sidecar.run.record import Kind, draft, encode_line
-from smartsearch_sidecar.run.state import Cause
+from smartsearch_sidecar.run.line import encode_line
+from smartsearch_sidecar.run.record import Cause, Kind
+from tests.fakes import journals
 from tests.fakes.disk import Crash, CrashingDisk
 from tests.fakes.journals import (
     AT,
@@ -159,7 +160,7 @@ def test_end_without_run_closed_is_unclean(tmp_path: Path) -> None:
     assert cause is not None
     assert (cause.cause, cause.number) == ("unclean_restart", None)
     assert found.cause("report") is None
-    assert found.resumed_data()["clean"] is False
+    assert found.resumed().clean is False
 
 
 def test_unsettled_searches_are_named(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_second_restart_still_knows(tmp_path: Path) -> None:
     """A crash between ``run.resumed`` and the latch it asks for does not lose the cause."""
     run = write_run(
         tmp_path / "run",
-        [requested(1, "one"), (Kind.RUN_RESUMED, None, {})],
+        [requested(1, "one"), journals.resumed()],
     )
     cause = resumed(run.directory).cause("report")
     assert cause is not None
@@ -201,7 +202,7 @@ def test_torn_line_is_set_aside_and_trimmed(run: Written) -> None:
     assert found.set_aside == run.directory / f"torn-000001-{len(whole)}.bin"
     assert found.set_aside.read_bytes() == torn
     assert run.segment.read_bytes() == whole
-    assert found.resumed_data()["set_aside"] == found.set_aside.name
+    assert found.resumed().set_aside == found.set_aside.name
     assert resumed(run.directory).ending is Ending.CLEAN
 
 
@@ -405,11 +406,13 @@ def test_first_record_names_the_claim_it_chains_to(tmp_path: Path) -> None:
     """It says so twice: by its place in the chain, and in its data."""
     run = write_run(tmp_path / "run", [])
     data = {"max_calls": 1, "claim_sha256": "0" * 64}
-    item = draft(Kind.RUN_CLAIMED, None, data)
-    run.segment.write_bytes(encode_line(item, seq=1, at=AT, prev=run.heads[0])[0])
+    encoded = json.dumps(data).encode()
+    line, _ = encode_line(Kind.RUN_CLAIMED, None, encoded, seq=1, at=AT, prev=run.heads[0])
+    run.segment.write_bytes(line)
     refused(run, "the first record names another claim.json")
-    item = draft(Kind.RUN_CLOSED, None, {})
-    run.segment.write_bytes(encode_line(item, seq=1, at=AT, prev=run.heads[0])[0])
+    closed = b'{"latched":false}'
+    line, _ = encode_line(Kind.RUN_CLOSED, None, closed, seq=1, at=AT, prev=run.heads[0])
+    run.segment.write_bytes(line)
     refused(run, "the first record is run.closed, not run.claimed")
 
 

@@ -19,7 +19,8 @@ from smartsearch_sidecar.ledger import writer as writer_module
 from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, LATCH, Disk
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.writer import Receipt, Writer
-from smartsearch_sidecar.run.record import Draft, Kind, claim_digest, decode_line, draft
+from smartsearch_sidecar.run.line import Draft, claim_digest, decode_line, draft
+from smartsearch_sidecar.run.record import Cause, DeliveryLost, LatchClosed
 from tests.fakes.disk import (
     CountingDisk,
     CrashingDisk,
@@ -28,7 +29,6 @@ from tests.fakes.disk import (
     FullDisk,
     ReadOnlyDisk,
 )
-from tests.fakes.journals import latched
 from tests.fakes.until import until
 
 CLAIM_BYTES = b'{"claim": true}\n'
@@ -37,13 +37,12 @@ SMALL = 10**6
 
 def record(number: int, text: str = "") -> Draft:
     """Any record."""
-    return draft(Kind.DELIVERY_LOST, number, {"stage": text or f"number {number}"})
+    return draft(DeliveryLost(number, text or f"number {number}"))
 
 
 def latch_record(cause: str) -> Draft:
     """A ``latch.closed`` record."""
-    kind, number, data = latched(cause)
-    return draft(kind, number, data)
+    return draft(LatchClosed(Cause(cause, None, attempt_consumed=False, detail="for a test")))
 
 
 @dataclass
@@ -105,7 +104,7 @@ async def writing(
         head=claim_digest(CLAIM_BYTES),
         segment_bytes_max=segment_bytes_max,
         on_failure=lambda failure: run.failures.append(failure),
-        observe=lambda records, size, seconds: run.batches.append(records),
+        on_batch=lambda records, size, seconds: run.batches.append(len(records)),
         **keys,
     )
     run = Run(files, writer)
@@ -125,7 +124,7 @@ async def writing(
 async def test_receipt_names_where_the_record_lies(tmp_path: Path) -> None:
     """A receipt's seq and head are those of the line on the disk."""
     async with writing(tmp_path / "run") as run:
-        receipts = [await run.writer.flush(record(number)) for number in (1, 2, 3)]
+        receipts = [await run.writer.post_for_receipt(record(number)) for number in (1, 2, 3)]
         lines = run.lines()
         assert receipts == [Receipt(line["seq"], line["sum"]) for line in lines]
         assert (run.writer.seq, run.writer.head) == (3, lines[-1]["sum"])
@@ -146,7 +145,7 @@ async def test_order_of_posting_is_the_order_of_the_journal(tmp_path: Path) -> N
                 await asyncio.sleep(0)
         receipts = await asyncio.gather(*waiting)
         assert [receipt.seq for receipt in receipts] == sorted(r.seq for r in receipts)
-        await run.writer.flush(record(2001))
+        await run.writer.post_for_receipt(record(2001))
         assert run.numbers() == list(range(1, 2002))
 
 
@@ -176,7 +175,7 @@ async def test_record_without_a_receipt_rides_the_next_sync(tmp_path: Path) -> N
     disk = ForgetfulDisk(tmp_path)
     async with writing(tmp_path / "run", disk=disk) as run:
         run.writer.post(record(1))
-        await run.writer.flush(record(2))
+        await run.writer.post_for_receipt(record(2))
         run.writer.post(record(3))
         await run.writer.close()
         run.files.close()
@@ -190,7 +189,7 @@ async def test_record_without_a_receipt_shares_the_next_write(tmp_path: Path) ->
     disk = CountingDisk()
     async with writing(tmp_path / "run", disk=disk) as run:
         run.writer.post(record(1))
-        await run.writer.flush(record(2))
+        await run.writer.post_for_receipt(record(2))
         assert run.batches == [2]
         assert disk.calls == {"write": 1, "sync": 1}
 
@@ -209,7 +208,7 @@ async def test_segments_rotate_by_size_and_lose_nothing(tmp_path: Path) -> None:
     """The chain runs through all segments, and each but the last has reached its size."""
     async with writing(tmp_path / "run", segment_bytes_max=1000) as run:
         for number in range(1, 31):
-            await run.writer.flush(record(number))
+            await run.writer.post_for_receipt(record(number))
         segments = sorted((tmp_path / "run" / JOURNAL).iterdir())
         assert [path.name for path in segments] == [
             f"{index:06d}.jsonl" for index in range(1, len(segments) + 1)
@@ -234,7 +233,7 @@ async def test_receipts_survive_the_machine(tmp_path: Path, seed: int) -> None:
         told: list[int] = []
 
         async def one(number: int) -> None:
-            await run.writer.flush(record(number))
+            await run.writer.post_for_receipt(record(number))
             told.append(number)
 
         for number in range(1, 200):
@@ -271,7 +270,11 @@ async def test_close_writes_what_is_queued(tmp_path: Path) -> None:
 async def test_cancelled_wait_hurts_nobody(tmp_path: Path) -> None:
     """Who stops waiting for a receipt neither unwrites the record nor delays the others."""
     async with writing(tmp_path / "run", start=False) as run:
-        waits = [asyncio.create_task(run.writer.flush(record(number))) for number in (1, 2, 3)]
+
+        async def receipt(number: int) -> Receipt:
+            return await run.writer.post_for_receipt(record(number))
+
+        waits = [asyncio.create_task(receipt(number)) for number in (1, 2, 3)]
         await asyncio.sleep(0)
         waits[1].cancel()
         run.writer.start()
@@ -298,7 +301,7 @@ async def test_cancelled_close_leaves_the_writer_to_finish(tmp_path: Path) -> No
 async def test_cancelled_writer_fails_and_tells(tmp_path: Path) -> None:
     """Were the task itself cancelled, nobody would wait for ever and nothing would be accepted."""
     async with writing(tmp_path / "run") as run:
-        await run.writer.flush(record(1))
+        await run.writer.post_for_receipt(record(1))
         receipt = run.writer.post_for_receipt(record(2))
         task = run.writer._task
         assert task is not None
@@ -360,9 +363,9 @@ async def test_failed_sync_is_never_tried_again(tmp_path: Path, fails_at: int) -
     disk = FailingSync(fails_at)
     async with writing(tmp_path / "run", disk=disk) as run:
         for number in range(1, fails_at):
-            await run.writer.flush(record(number))
+            await run.writer.post_for_receipt(record(number))
         with pytest.raises(errors.LedgerFailed, match="Input/output error"):
-            await run.writer.flush(record(fails_at))
+            await run.writer.post_for_receipt(record(fails_at))
         assert run.writer.seq == fails_at - 1
         await run.writer.close()
         assert len(run.failures) == 1
@@ -376,12 +379,10 @@ async def test_failed_sync_of_rotation_fails_the_batch(tmp_path: Path) -> None:
     """The old segment is synced before a new one begins; if it cannot be, nothing goes on."""
     disk = FailingSync(6)
     async with writing(tmp_path / "run", disk=disk, segment_bytes_max=1) as run:
-        waiting = [run.writer.flush(record(number)) for number in range(1, 6)]
-        receipts = [await wait for wait in waiting[:3]]
-        with pytest.raises(errors.LedgerFailed):
-            await waiting[3]
-        with pytest.raises(errors.LedgerFailed):
-            await waiting[4]
+        receipts = [await run.writer.post_for_receipt(record(number)) for number in (1, 2, 3)]
+        for number in (4, 5):
+            with pytest.raises(errors.LedgerFailed):
+                await run.writer.post_for_receipt(record(number))
         assert run.numbers() == [receipt.seq for receipt in receipts] == [1, 2, 3]
 
 
@@ -389,10 +390,10 @@ async def test_read_only_disk_leaves_nothing_and_refuses(tmp_path: Path) -> None
     """A filesystem remounted read-only in the middle of a run."""
     disk = ReadOnlyDisk()
     async with writing(tmp_path / "run", disk=disk) as run:
-        await run.writer.flush(record(1))
+        await run.writer.post_for_receipt(record(1))
         disk.read_only = True
         with pytest.raises(errors.LedgerFailed, match="Read-only"):
-            await run.writer.flush(record(2))
+            await run.writer.post_for_receipt(record(2))
         await run.writer.close()
         assert run.numbers() == [1]
         assert run.latch() is None
@@ -409,7 +410,7 @@ async def test_failed_latch_write_is_a_failure(tmp_path: Path) -> None:
 
     async with writing(tmp_path / "run", disk=NoLatch()) as run:
         with pytest.raises(errors.LedgerFailed, match="Permission denied"):
-            await run.writer.flush(latch_record("http_busy"))
+            await run.writer.post_for_receipt(latch_record("http_busy"))
         await run.writer.close()
         assert [line["kind"] for line in run.lines()] == ["latch.closed"]
         assert run.latch() is None
@@ -424,7 +425,7 @@ async def test_fault_in_the_writer_itself_fails_everybody(tmp_path: Path) -> Non
 
     async with writing(tmp_path / "run", clock=broken) as run:
         with pytest.raises(errors.LedgerFailed, match="no time"):
-            await run.writer.flush(record(1))
+            await run.writer.post_for_receipt(record(1))
         assert (run.writer.seq, run.writer.head) == (0, claim_digest(CLAIM_BYTES))
         assert not list((tmp_path / "run" / JOURNAL).iterdir())
 
@@ -533,7 +534,7 @@ async def test_failures_raised_again_are_new(tmp_path: Path) -> None:
     """One exception raised for every later caller would carry all their tracebacks along."""
     async with writing(tmp_path / "run", disk=FullDisk(0)) as run:
         with pytest.raises(errors.LedgerFailed) as first:
-            await run.writer.flush(record(1))
+            await run.writer.post_for_receipt(record(1))
         raised = {id(first.value): first.value}
         for number in (2, 3):
             with pytest.raises(errors.LedgerFailed) as later:
@@ -549,8 +550,8 @@ async def test_failures_raised_again_are_new(tmp_path: Path) -> None:
 async def test_latch_file_says_what_the_record_says(tmp_path: Path) -> None:
     """``latch.json`` names the record it repeats, and is there when the receipt is."""
     async with writing(tmp_path / "run") as run:
-        await run.writer.flush(record(1))
-        receipt = await run.writer.flush(latch_record("http_busy"))
+        await run.writer.post_for_receipt(record(1))
+        receipt = await run.writer.post_for_receipt(latch_record("http_busy"))
         line, latch = run.lines()[-1], run.latch()
         assert latch == {"seq": 2, "at": line["at"], "sum": receipt.head, **line["data"]}
 
@@ -573,7 +574,7 @@ async def test_record_comes_before_the_latch_file(tmp_path: Path) -> None:
     disk = CrashingDisk(tmp_path, f"{LATCH}:before")
     async with writing(tmp_path / "run", disk=disk) as run:
         with pytest.raises(errors.LedgerFailed):
-            await run.writer.flush(latch_record("http_busy"))
+            await run.writer.post_for_receipt(latch_record("http_busy"))
         await run.writer.close()
         run.files.close()
         disk.power_loss()
@@ -585,7 +586,7 @@ async def test_first_cause_wins(tmp_path: Path) -> None:
     """A ``latch.json`` that is there already stays as it is, and is no failure of the ledger."""
     async with writing(tmp_path / "run") as run:
         (tmp_path / "run" / LATCH).write_bytes(b'{"cause": "earlier"}')
-        await run.writer.flush(latch_record("later"))
+        await run.writer.post_for_receipt(latch_record("later"))
         assert run.latch() == {"cause": "earlier"}
         assert run.failures == []
 
@@ -594,9 +595,9 @@ async def test_ledger_failure_does_not_replace_the_first_cause(tmp_path: Path) -
     """The latch of a run that had failed already keeps its cause when the disk fails too."""
     disk = FullDisk(2000)
     async with writing(tmp_path / "run", disk=disk) as run:
-        await run.writer.flush(latch_record("http_busy"))
+        await run.writer.post_for_receipt(latch_record("http_busy"))
         with pytest.raises(errors.LedgerFailed):
-            await run.writer.flush(record(1, "x" * 2000))
+            await run.writer.post_for_receipt(record(1, "x" * 2000))
         await run.writer.close()
         latch = run.latch()
         assert latch is not None

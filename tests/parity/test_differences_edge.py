@@ -92,7 +92,7 @@ async def test_differs_lost_client(tmp_path: Path) -> None:
         assert (state.attempts, state.responses) == (1, 1)
     async with ours(tmp_path, Held()) as mine:
         await _leave_during_the_search(mine.port, mine.retriever)
-        await until(lambda: mine.run.service.state.closed)
+        await until(lambda: mine.run.service.run.state.closed)
         state = await mine.state()
         assert (state.cause, state.consumed) == ("response_undelivered", True)
         assert (state.attempts, state.responses) == (1, 1)
@@ -180,7 +180,7 @@ async def test_differs_connections_max(tmp_path: Path) -> None:
         assert await exchange(mine.port, asking("Ada")) == NOTHING
         for client in kept:
             client.close()
-        await until(lambda: mine.run.service.state.closed)
+        await until(lambda: mine.run.service.run.state.closed)
         assert (await mine.state()).cause == "http_busy"
 
 

@@ -201,7 +201,7 @@ async def test_differs_reward_provenance(tmp_path: Path, scorer: Callable[..., A
     async with rewarded(tmp_path) as rewards:
         status, value = await rewards.reward(solution)
         assert (status, value["error"]["code"]) == (409, "provenance_broken")
-        assert rewards.run.service.state.closed
+        assert rewards.run.service.run.state.closed
 
 
 async def test_differs_reward_side_by_side(tmp_path: Path, scorer: Callable[..., Any]) -> None:
@@ -259,4 +259,4 @@ async def test_differs_reward_unparsed_share_max(
                 break
         status, value = answers[-1]
         assert (status, value["error"]["code"]) == (502, "verdicts_unparsed")
-        assert rewards.run.service.state.closed
+        assert rewards.run.service.run.state.closed

@@ -81,7 +81,7 @@ async def test_differs_slot_before_answer(tmp_path: Path) -> None:
     async with ours(tmp_path) as mine:
         mine.retriever.play(plan)
         readers = await _eight_that_do_not_read(mine.port)
-        state, slots = mine.run.service.state, mine.run.service.slots
+        state, slots = mine.run.service.run.state, mine.run.service.slots
         await until(lambda: state.responses == EIGHT and slots.idle)
         mine.retriever.play(Plan())
         assert (await exchange(mine.port, asking("ninth"))).status == 200

@@ -78,7 +78,7 @@ async def test_differs_execute_on_invalid_query(tmp_path: Path, query: str, stat
         assert (said.status, said.value["result"]) == (200, "invalid query")
         state = await mine.state()
         assert (bool(state.healthy), state.attempts) == (True, 0)
-        assert mine.run.service.state.declined == 1
+        assert mine.run.service.run.state.declined == 1
 
 
 class Flaky(Scripted):
@@ -128,7 +128,7 @@ async def test_differs_retrieval_on_protocol_tag(tmp_path: Path) -> None:
         said = await exchange(mine.port, asking("Ada"))
         assert said.status == 200
         assert "RESULT" not in said.value["result"]
-        assert mine.run.service.state.dropped_passages == 1
+        assert mine.run.service.run.state.dropped_passages == 1
 
 
 async def test_differs_retrieval_on_drift(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ async def test_a_failure_while_it_loads_closes_the_latch_of_the_run_to_come(
     assert not ready.done()
     held.go.set()
     service = await ready
-    cause = service.state.cause
+    cause = service.run.state.cause
     assert cause is not None
     assert cause.cause == errors.BAD_MESSAGE.closes_as
     assert cause.detail.startswith("while loading: bytes that are not HTTP")

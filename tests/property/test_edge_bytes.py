@@ -126,9 +126,9 @@ async def exchange(request: bytes) -> None:
                 if status != 200 and rest:  # a good answer may be the operator's page
                     value = json.JSONDecoder().raw_decode(rest.decode())[0]
                     assert value["error"]["code"] in ROWS[status]
-            cause = run.service.state.cause
+            cause = run.service.run.state.cause
             assert (cause.cause if cause else None) in CAUSES
-            assert run.service.state.settled
+            assert run.service.run.state.settled
             assert await run.stop() == (4 if cause else 0)
 
 

@@ -19,13 +19,23 @@ from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan, Segment
 from smartsearch_sidecar.ledger.recovery import Action, Ending, judge
 from smartsearch_sidecar.ledger.resume import observe
+from smartsearch_sidecar.run.encoding import encode_json
+from smartsearch_sidecar.run.line import Draft, claim_digest, draft, encode_line
 from smartsearch_sidecar.run.record import (
     KINDS,
-    Draft,
+    Cause,
+    CheckpointAccepted,
     Kind,
-    claim_digest,
-    draft,
-    encode_line,
+    LatchClosed,
+    NativeCall,
+    RetrievalAnswered,
+    RetrievalDeclined,
+    RetrievalFailed,
+    RetrievalRequested,
+    RunClaimed,
+    RunClosed,
+    RunResumed,
+    record_of,
 )
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.journals import AT, claim_bytes
@@ -37,7 +47,11 @@ MAX_CALLS = 12
 
 def claimed() -> Draft:
     """The first record."""
-    return draft(Kind.RUN_CLAIMED, None, {"max_calls": MAX_CALLS, "claim_sha256": HEAD})
+    return draft(RunClaimed(MAX_CALLS, HEAD))
+
+
+ASKED = NativeCall("e", "c", "q")
+RESUMED = RunResumed(clean=False, ending="clean", torn_bytes=0, set_aside=None, unsettled=())
 
 
 class Journal:
@@ -49,7 +63,12 @@ class Journal:
 
     def write(self, item: Draft) -> None:
         """Appends a record."""
-        line, self.head = encode_line(item, seq=len(self.lines) + 1, at=AT, prev=self.head)
+        self.append(item.record.kind, item.record.number, item.data_json)
+
+    def append(self, kind: str, number: int | None, data_json: bytes) -> None:
+        """Appends what need not be one."""
+        seq = len(self.lines) + 1
+        line, self.head = encode_line(kind, number, data_json, seq=seq, at=AT, prev=self.head)
         self.lines.append(line)
 
 
@@ -106,6 +125,7 @@ some_data: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "reward": st.lists(counts, max_size=1) | st.dictionaries(st.text("abc"), counts),
     },
 )
+ACCEPTED = CheckpointAccepted(1, 1, None, None, 1, {}).to_data()
 likely = st.sampled_from(
     [
         (Kind.RETRIEVAL_REQUESTED, 1, {"env": "e", "call": "c"}),
@@ -116,8 +136,11 @@ likely = st.sampled_from(
         (Kind.RETRIEVAL_DECLINED, 1, {"reason": "empty", "env": "e", "call": "c"}),
         (Kind.DELIVERY_LOST, 1, {"stage": "s"}),
         (Kind.LATCH_CLOSED, None, {"cause": "operator"}),
-        (Kind.RUN_RESUMED, None, {}),
-        (Kind.RUN_CLOSED, None, {}),
+        (Kind.RUN_RESUMED, None, RESUMED.to_data()),
+        (Kind.RUN_CLOSED, None, {"latched": False}),
+        (Kind.CHECKPOINT_ACCEPTED, 1, ACCEPTED),
+        (Kind.CHECKPOINT_ACCEPTED, 1, {**ACCEPTED, "usage": {"retrieval_attempts": 1}}),
+        (Kind.CHECKPOINT_REFUSED, 1, {"state": "pending", **ACCEPTED}),
     ]
 )
 anything = st.tuples(
@@ -135,12 +158,11 @@ def test_any_sequence_is_taken_or_refused_alike(
     journal.write(claimed())
     refusal: str | None = None
     for kind, number, data in events:
-        item = draft(kind, number, data)
         if kind is Kind.RUN_CLAIMED:
             continue  # never decided twice; a journal that says so is refused by the chain's rules
-        journal.write(item)
+        journal.append(kind, number, encode_json(data))
         try:
-            live.fold(item.record)
+            live.fold(record_of(kind, number, data))
         except errors.LedgerCorrupt as exc:
             refusal = exc.message
             break
@@ -187,7 +209,7 @@ class Lived(RuleBasedStateMachine):
         else:
             assert number not in self.numbers  # never twice, also not across a restart
             self.numbers.add(number)
-            self.record(draft(Kind.RETRIEVAL_REQUESTED, number, {"env": "e", "call": "c"}))
+            self.record(draft(RetrievalRequested(number, ASKED)))
 
     @precondition(lambda self: self.state.searching)
     @rule(choice=st.randoms(), good=st.booleans())
@@ -196,42 +218,38 @@ class Lived(RuleBasedStateMachine):
         number = choice.choice(sorted(self.state.searching))
         if good:
             documents = b'[{"id":"1","contents":"],\\"cache\\":","score":null}]'
-            data = {"cache": "miss", "took_us": 1}
-            item = draft(Kind.RETRIEVAL_ANSWERED, number, data, documents_json=documents)
+            item = draft(RetrievalAnswered(number, documents, "miss", 1))
         else:
-            data = {"code": "c", "cause": "c", "detail": "d"}
-            item = draft(Kind.RETRIEVAL_FAILED, number, data)
+            item = draft(RetrievalFailed(number, "c", "c", "d"))
         self.record(item)
 
     @precondition(lambda self: not self.state.closed)
     @rule()
     def decline(self) -> None:
         """A query that is not searched."""
-        data = {"reason": "empty", "env": "e", "call": "c"}
-        self.record(draft(Kind.RETRIEVAL_DECLINED, self.state.declined + 1, data))
+        self.record(draft(RetrievalDeclined(self.state.declined + 1, "empty", ASKED)))
 
     @precondition(lambda self: not self.state.closed)
     @rule()
     def latch(self) -> None:
         """The first failure."""
-        data = {"cause": "operator", "number": None, "attempt_consumed": False, "detail": "d"}
-        self.record(draft(Kind.LATCH_CLOSED, None, data))
+        cause = Cause("operator", None, attempt_consumed=False, detail="d")
+        self.record(draft(LatchClosed(cause)))
 
     @precondition(lambda self: not self.state.closed and self.state.settled)
     @rule(step=st.integers(0, 3))
     def checkpoint(self, step: int) -> None:
         """Accepted while healthy, with the usage of this moment."""
-        data = {"step": step, "usage": self.state.usage()}
         number = self.state.checkpoints_accepted + 1
-        self.record(draft(Kind.CHECKPOINT_ACCEPTED, number, data))
+        usage = self.state.usage()
+        self.record(draft(CheckpointAccepted(number, step, None, None, 1, usage)))
 
     @rule()
     def end_and_resume(self) -> None:
         """An orderly end, and a restart."""
-        data = {"latched": self.state.closed, **self.state.usage()}
-        self.record(draft(Kind.RUN_CLOSED, None, data))
+        self.record(draft(RunClosed(self.state.closed, self.state.usage())))
         assert self.state.closed_cleanly
-        self.record(draft(Kind.RUN_RESUMED, None, {}))
+        self.record(draft(RESUMED))
 
     @rule(lost=st.integers(1, 600), nuls=st.integers(0, 40))
     def crash_and_resume(self, lost: int, nuls: int) -> None:
@@ -249,7 +267,7 @@ class Lived(RuleBasedStateMachine):
         self.state = scan.history.state
         # Numbers of records that nobody was answered from may come again: they never were.
         self.numbers = set(range(1, self.state.attempts + 1))
-        self.record(draft(Kind.RUN_RESUMED, None, {}))
+        self.record(draft(RESUMED))
 
     @invariant()
     def state_is_the_fold_of_the_journal(self) -> None:
@@ -280,8 +298,8 @@ def test_segments_make_no_difference(count: int, sizes: list[int]) -> None:
     journal = Journal()
     journal.write(claimed())
     for number in range(1, count + 1):
-        journal.write(draft(Kind.RETRIEVAL_REQUESTED, number, {"env": "e", "call": "c"}))
-        journal.write(draft(Kind.RETRIEVAL_ANSWERED, number, {"cache": "miss", "took_us": 1}))
+        journal.write(draft(RetrievalRequested(number, ASKED)))
+        journal.write(draft(RetrievalAnswered(number, None, "miss", 1)))
     scan = read_back(split(journal.lines, sizes))
     assert scan.problem is None
     assert (scan.history.seq, scan.history.head) == (len(journal.lines), journal.head)

@@ -52,7 +52,8 @@ from smartsearch_sidecar.ledger.resume import reopen
 from smartsearch_sidecar.ledger.start import begin, take_directory
 from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.run.record import Kind, Line
+from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.run.record import Record, RunClosed
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.search.service import Service, ServicePolicy
 from tests.crash.harness import expected_cause
@@ -210,7 +211,7 @@ class RunMachine(RuleBasedStateMachine):
     def begin_run(self, decline: bool, latch: bool, cache: bool) -> None:
         self.keys = (decline, latch, cache)
         self.open(self.next_directory(), resume=False)
-        assert not self.service.state.closed
+        assert not self.service.run.state.closed
 
     def next_directory(self) -> Path:
         self.directories += 1
@@ -228,9 +229,9 @@ class RunMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.loop.run_until_complete(guard.claim_identity())
         facts = {"retrieval": guard.identity, "retrieval_identity_sha256": guard.identity_sha256}
-        recorder = self.loop.run_until_complete(begin(self.files, CONFIG, found, facts))
+        run = self.loop.run_until_complete(begin(self.files, CONFIG, found, facts))
         self.service = Service(
-            recorder=recorder,
+            run=run,
             slots=Slots(SLOTS, ROOM),
             retrieval=CachedSearch(guard, cache_bytes=2**20 if cache else 0),
             policy=ServicePolicy(
@@ -242,7 +243,7 @@ class RunMachine(RuleBasedStateMachine):
         )
         self.cause = None
         self.admitted_when_closed = None
-        self.lost_before = self.service.state.lost
+        self.lost_before = self.service.run.state.lost
         self.settle()
 
     def settle(self) -> None:
@@ -259,7 +260,7 @@ class RunMachine(RuleBasedStateMachine):
                 time.sleep(0.0001)  # noqa: ASYNC251 - the thread's turn, not the loop's
 
     def _thread_at_work(self) -> bool:
-        writer = self.service.writer
+        writer = self.service.run.writer
         ending = writer.failure is not None and writer._task is not None and not writer._task.done()
         return (writer._busy or ending) and not self.disk.blocked
 
@@ -310,7 +311,7 @@ class RunMachine(RuleBasedStateMachine):
         except errors.SidecarError as exc:
             one.refused = exc.code
             return
-        assert not service.state.closed, "answered after the latch was closed"
+        assert not service.run.state.closed, "answered after the latch was closed"
         if one.gone:
             service.undelivered(answer.number, "before_write")
             one.refused = "response_undelivered"
@@ -400,7 +401,7 @@ class RunMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.asked) > 8)
     def close_by_hand(self) -> None:
         async def close() -> None:
-            self.service.recorder.close_latch("operator", detail="by hand")
+            self.service.run.recorder.close_latch("operator", detail="by hand")
 
         self.run(close())
 
@@ -408,18 +409,18 @@ class RunMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.disk.held)
     def ask_for_health(self) -> None:
         word = self.run(check(self.service, 0.0))
-        state = self.service.state
+        state = self.service.run.state
         assert word == "failed" if state.closed else word in ("healthy", "pending")
         if word == "healthy":
             assert state.settled
             assert self.service.slots.idle
-            assert self.service.writer.idle
+            assert self.service.run.writer.idle
             assert not self.live
 
     @rule(step=st.integers(0, 2))
     @precondition(lambda self: not self.disk.held)
     def save_checkpoint(self, step: int) -> None:
-        settled = self.service.state.settled and not self.live
+        settled = self.service.run.state.settled and not self.live
         wanted = CheckpointRequest(step, None, None)
         taken = self.run(take_checkpoint(self.service, wanted, settle_seconds=0.0))
         if not isinstance(taken, errors.LedgerFailed):
@@ -440,25 +441,28 @@ class RunMachine(RuleBasedStateMachine):
             one.task.cancel()
         self.settle()
         self.loop.run_until_complete(service.retrieval.close())
-        usage = {"latched": service.state.closed, **service.state.usage()}
-        self.run(service.recorder.record(Kind.RUN_CLOSED, None, usage))
-        self.loop.run_until_complete(service.writer.close())
+        end = RunClosed(service.run.state.closed, service.run.state.usage())
+        self.run(self._recorded(end))
+        self.loop.run_until_complete(service.run.writer.close())
         self.files.close()
-        return 4 if service.state.closed else 0
+        return 4 if service.run.state.closed else 0
+
+    async def _recorded(self, record: Record) -> None:
+        await self.service.run.recorder.post_for_receipt(record)
 
     @rule()
     @precondition(lambda self: len(self.asked) > 5)
     def end_and_resume(self) -> None:
         code = self._end()
-        state, failure = self.service.state, self.service.writer.failure
+        state, failure = self.service.run.state, self.service.run.writer.failure
         expected = expected_cause(self.files.directory)
         assert (expected is None) == (code == 0) or failure is not None
         before = state
         self.open(self.files.directory, resume=True)
         self._check_restart(expected)
         if failure is None:
-            assert self.service.state.attempts == before.attempts
-            assert self.service.state.cause == before.cause
+            assert self.service.run.state.attempts == before.attempts
+            assert self.service.run.state.cause == before.cause
 
     @rule(lost=st.none() | st.integers(0, 2**16), seconds=st.sampled_from([0.0, 0.001]))
     @precondition(lambda self: len(self.asked) > 5)
@@ -480,7 +484,7 @@ class RunMachine(RuleBasedStateMachine):
         assert expected is not None
 
     @rule()
-    @precondition(lambda self: self.service.state.closed)
+    @precondition(lambda self: self.service.run.state.closed)
     def begin_another(self) -> None:
         """A failed run is over; how to go on is a new directory."""
         self._end()
@@ -488,7 +492,7 @@ class RunMachine(RuleBasedStateMachine):
         self.receipts.clear()
         self.asked.clear()
         self.open(self.next_directory(), resume=False)
-        assert not self.service.state.closed
+        assert not self.service.run.state.closed
 
     def _sizes(self, *, synced: bool = True) -> dict[Path, int]:
         """Every file that the ledger has written, and how much of it is synced, or there at all."""
@@ -501,13 +505,13 @@ class RunMachine(RuleBasedStateMachine):
 
     def _check_restart(self, expected: str | None) -> None:
         """4: no restart opens the latch; 6: numbers go on."""
-        state = self.service.state
+        state = self.service.run.state
         assert (state.cause and state.cause.cause) == expected
         assert state.settled or state.closed
         self.asked.clear()
 
     @rule(at=st.integers(0, 2**16), bit=st.integers(0, 7), cut=st.booleans())
-    @precondition(lambda self: self.service.writer.idle and not self.disk.held)
+    @precondition(lambda self: self.service.run.writer.idle and not self.disk.held)
     def damage_a_copy(self, at: int, bit: int, cut: bool) -> None:
         """12: a cut or flipped byte is refused or trimmed as torn, never another history."""
         copy = self.base / "damaged"
@@ -560,7 +564,7 @@ class RunMachine(RuleBasedStateMachine):
         }
         for number, query, payload in self.told:
             if number is not None:
-                texts = [d["contents"] for d in answered[number].record.data["documents"]]
+                texts = [d["contents"] for d in answered[number].data["documents"]]
                 assert json.loads(payload)["result"] == "\n\n".join(texts)
                 assert texts[0].endswith(f"about {query}.")
         declined = sum(line.record.kind == "retrieval.declined" for line in durable)
@@ -574,7 +578,7 @@ class RunMachine(RuleBasedStateMachine):
         history = History(RunReader(self.files.directory).read(CLAIM))
         for line in Scan(RunReader(self.files.directory), history):
             assert line.seq == history.seq
-        writer, state = self.service.writer, self.service.state
+        writer, state = self.service.run.writer, self.service.run.state
         if writer.failure is None and writer.idle:
             assert history.state == state
             assert (history.seq, history.head) == (writer.seq, writer.head)
@@ -591,7 +595,7 @@ class RunMachine(RuleBasedStateMachine):
     @invariant()
     def four_and_five_the_latch_stays(self) -> None:
         """4, 5: the first cause stays, and nothing is admitted after it."""
-        state = self.service.state
+        state = self.service.run.state
         admitted = (state.attempts, state.declined)
         if state.cause is None:
             assert self.cause is None
@@ -610,7 +614,7 @@ class RunMachine(RuleBasedStateMachine):
         slots = self.service.slots
         assert 0 <= slots.in_service <= SLOTS
         assert 0 <= slots.waiting <= ROOM
-        state = self.service.state
+        state = self.service.run.state
         # What an earlier process left unsettled stays so, in a run that is over.
         inherited = state.restarts > 0 and state.closed
         assert inherited or len(state.searching) <= slots.in_service
@@ -624,7 +628,7 @@ class RunMachine(RuleBasedStateMachine):
 
         Once the run is over a request may also end while it waits for its refusal to be recorded.
         """
-        state, (_, latch, _) = self.service.state, self.keys
+        state, (_, latch, _) = self.service.run.state, self.keys
         left = sum(
             one.refused == "response_undelivered"
             or (one.task is not None and one.task.done() and one.task.cancelled())
@@ -637,10 +641,10 @@ class RunMachine(RuleBasedStateMachine):
     @invariant()
     def nine_a_failed_disk_is_left_alone(self) -> None:
         """9: after a failed write or sync the journal is not touched, and the run is over."""
-        failure = self.service.writer.failure
+        failure = self.service.run.writer.failure
         assert self.disk.failed == (failure is not None)
         if failure is not None:
-            assert self.service.state.closed
+            assert self.service.run.state.closed
             touched = {call for call in self.disk.calls_after_failure if ".jsonl" in call}
             assert not touched
             assert self.disk.calls_after_failure[f"open {LATCH}"] <= 1

@@ -268,7 +268,7 @@ async def test_it_is_a_provider(built: Path) -> None:
         "engine": manifests.tantivy_version(),
     }
     found = await guard.search("mortar", FAR)
-    assert found.result.startswith('"Dry-stone wall"\n')
+    assert found.text.startswith('"Dry-stone wall"\n')
     await provider.close()
 
 

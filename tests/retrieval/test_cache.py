@@ -114,7 +114,7 @@ async def test_a_failure_is_told_to_all_and_not_kept() -> None:
 
 def test_cache_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
     """The cache never holds more than its bound; what is asked again stays."""
-    found = Found(b"[]", b"x" * 1000, ())
+    found = Found(b"[]", "x" * 1000, ())
     cache = SearchCache(4 * (found.size + 1))
     for query in "abcd":
         cache.put((query, None), found)
@@ -124,5 +124,5 @@ def test_cache_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
     assert cache.get(("a", None)) is found
     assert len(cache) == 4
     assert cache.bytes <= 4 * (found.size + 1)
-    cache.put(("huge", None), Found(b"[]", b"x" * 100_000, ()))
+    cache.put(("huge", None), Found(b"[]", "x" * 100_000, ()))
     assert cache.get(("huge", None)) is None

@@ -131,7 +131,7 @@ async def test_restarted_with_another_index_is_found_by_canaries(tmp_path: Path)
         async with served(tmp_path / "run", provider=provider) as run:
             assert (await run.health())[0] == 200
             retriever.edition = "wiki19"
-            await until(lambda: run.service.state.closed)
+            await until(lambda: run.service.run.state.closed)
             _, health = await run.health()
             assert health["cause"]["cause"] == "identity_changed"
             assert "canar" in health["cause"]["detail"]

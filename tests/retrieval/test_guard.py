@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import RetrievalSection
-from smartsearch_sidecar.contract.execute import render_execute
 from smartsearch_sidecar.retrieval.guard import (
     RETRY_GROWTH,
     RETRY_SECONDS,
@@ -66,7 +65,7 @@ async def test_passages_are_stripped_and_joined_by_one_blank_line() -> None:
     provider = FakeProvider()
     provider.answer = [doc(id="\ta\n", contents=" one\n"), doc(id="b", contents="two", score=0.5)]
     found = await (await guarded(provider)).search("q", FAR)
-    assert found.result == "one\n\ntwo"
+    assert found.text == "one\n\ntwo"
     assert found.documents() == [
         {"id": "a", "contents": "one", "score": None},
         {"id": "b", "contents": "two", "score": 0.5},
@@ -93,7 +92,7 @@ async def test_nothing_found_is_an_empty_answer() -> None:
     provider = FakeProvider()
     provider.answer = []
     found = await (await guarded(provider)).search("q", FAR)
-    assert (found.result, found.documents()) == ("", [])
+    assert (found.text, found.documents()) == ("", [])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ async def test_tagged_passages_are_dropped_or_latch(text: str) -> None:
     provider = FakeProvider()
     provider.answer = [doc(id="bad", contents=f"x {text} y"), doc(id="good", contents="kept")]
     found = await (await guarded(provider)).search("q", FAR)
-    assert found.result == "kept"
+    assert found.text == "kept"
     assert [item["id"] for item in found.dropped] == ["bad"]
     with raises(errors.DOCUMENT_INVALID):
         await (await guarded(provider, drop_tagged=False)).search("q", FAR)
@@ -156,7 +155,7 @@ async def test_other_angle_brackets_are_text(text: str) -> None:
     """Only the four tags and special tokens are dropped."""
     provider = FakeProvider()
     provider.answer = [doc(contents=text)]
-    assert (await (await guarded(provider)).search("q", FAR)).result == text
+    assert (await (await guarded(provider)).search("q", FAR)).text == text
 
 
 @pytest.mark.parametrize("fault", [ValueError("x"), KeyError("x"), TimeoutError(), MemoryError()])
@@ -347,7 +346,7 @@ async def test_drift_is_seen_for_remote_providers_only() -> None:
     )
 )
 def test_put_together_answers_are_those_encoded_whole(pairs: list[tuple[str, str]]) -> None:
-    """Passages escaped one by one give the very bytes of an answer and a record encoded at once."""
+    """Passages encoded one by one give the very bytes of a record encoded at once, and its text."""
     documents = [
         {"id": name.strip(), "contents": text.strip(), "score": 0.5}
         for name, text in pairs
@@ -357,5 +356,4 @@ def test_put_together_answers_are_those_encoded_whole(pairs: list[tuple[str, str
     found = found_of([read_passage(item, 1) for item in documents], [])
     assert found.documents_json == orjson.dumps(documents)
     joined = "\n\n".join(str(item["contents"]) for item in documents)
-    assert found.payload == render_execute(joined)
-    assert found.result == joined
+    assert found.text == joined

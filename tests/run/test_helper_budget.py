@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Literal
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, WAIT, Meter, Reservation
 from tests.fakes.raised import raises
+
+
+def reserve(meter: Meter) -> Reservation | Literal["wait"]:
+    """Decides and applies in one step, as a run does; deciding alone changes nothing."""
+    before = copy.deepcopy(meter)
+    try:
+        decision = meter.admit()
+    finally:
+        assert meter == before
+    if isinstance(decision, Reservation):
+        meter.on_requested(decision.number)
+    return decision
 
 
 def usage(meter: Meter) -> tuple[int, int, int, int, int]:
@@ -28,18 +41,18 @@ def usage(meter: Meter) -> tuple[int, int, int, int, int]:
 def test_a_reservation_is_the_cap_until_it_is_measured() -> None:
     """2,048 tokens are kept when a call is sent, and its own tokens once they are known."""
     meter = Meter(10, 10_000)
-    assert meter.reserve() == Reservation(1, MAX_NEW_TOKENS)
+    assert reserve(meter) == Reservation(1, MAX_NEW_TOKENS)
     assert usage(meter) == (1, 0, 0, 0, 2048)
-    meter.settle(1, 300, 12)
+    meter.on_answered(1, 300, 12)
     assert usage(meter) == (1, 1, 300, 12, 0)
     assert meter.settled
 
 
 def test_a_lost_call_keeps_its_reservation() -> None:
-    """What nobody measured may have cost all of it, as in the reference."""
+    """What was not measured may have cost all of it, as in the reference."""
     meter = Meter(10, 10_000)
-    meter.reserve()
-    meter.lost(1)
+    reserve(meter)
+    meter.on_failed(1)
     assert usage(meter) == (1, 0, 0, 0, 2048)
     assert meter.settled
 
@@ -47,7 +60,7 @@ def test_a_lost_call_keeps_its_reservation() -> None:
 def test_a_measured_failure_is_a_response_with_its_tokens() -> None:
     """A wrong, empty or over-long answer was paid for, as in the reference."""
     meter = Meter(10, 10_000)
-    meter.reserve()
+    reserve(meter)
     meter.on_failed(1, (300, 2100))
     assert usage(meter) == (1, 1, 300, 2100, 0)
 
@@ -55,71 +68,75 @@ def test_a_measured_failure_is_a_response_with_its_tokens() -> None:
 def test_a_call_that_was_never_sent_gives_its_reservation_back() -> None:
     """It costs nothing, but its number is used up."""
     meter = Meter(10, 2048)
-    meter.reserve()
+    reserve(meter)
     meter.on_failed(1, sent=False)
     assert usage(meter) == (1, 0, 0, 0, 0)
-    assert meter.reserve() == Reservation(2, 2048)
+    assert reserve(meter) == Reservation(2, 2048)
 
 
 def test_what_does_not_fit_waits_while_others_are_unsettled() -> None:
     """A cheap answer makes room for the call that waited."""
     meter = Meter(10, 4096 + 100)
-    meter.reserve()
-    meter.reserve()
-    assert meter.reserve() == WAIT
+    reserve(meter)
+    reserve(meter)
+    assert reserve(meter) == WAIT
     assert usage(meter)[0] == 2
-    meter.settle(1, 5, 101)
-    assert meter.reserve() == WAIT
-    meter.settle(2, 5, 100)
-    assert meter.reserve() == Reservation(3, 2048)
+    meter.on_answered(1, 5, 101)
+    assert reserve(meter) == WAIT
+    meter.on_answered(2, 5, 100)
+    assert reserve(meter) == Reservation(3, 2048)
 
 
 def test_tokens_are_exhausted_only_once_nothing_is_unsettled() -> None:
     """Then no later settlement can make room any more."""
     meter = Meter(10, 2048 + 2047, section="reward.validation")
-    meter.reserve()
-    assert meter.reserve() == WAIT
-    meter.lost(1)
+    reserve(meter)
+    assert reserve(meter) == WAIT
+    meter.on_failed(1)
     with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.validation\.max_output_tokens"):
-        meter.reserve()
+        reserve(meter)
 
 
 def test_a_quota_below_one_call_is_exhausted_at_once() -> None:
     """The first call is admitted or refused by the same rule as any other."""
     with raises(errors.QUOTA_EXHAUSTED):
-        Meter(10, 2047).reserve()
-    assert Meter(10, 2048).reserve() == Reservation(1, 2048)
+        reserve(Meter(10, 2047))
+    assert reserve(Meter(10, 2048)) == Reservation(1, 2048)
 
 
 def test_calls_are_exhausted_at_once() -> None:
     """Waiting brings no call back, so nobody waits for one."""
     meter = Meter(1, 10_000)
-    meter.reserve()
+    reserve(meter)
     with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.max_helper_calls"):
-        meter.reserve()
+        reserve(meter)
 
 
 def test_an_overlong_answer_is_counted_as_it_was() -> None:
     """Tokens above the reservation are booked, and bind whoever comes after."""
     meter = Meter(10, 4096)
-    meter.reserve()
+    reserve(meter)
     meter.on_failed(1, (5, 3000))
     with raises(errors.QUOTA_EXHAUSTED):
-        meter.reserve()
+        reserve(meter)
     assert meter.output_tokens == 3000
 
 
 def test_scores_have_numbers_and_a_quota_of_their_own() -> None:
     """Attempts count when they begin, responses when they have a reward."""
     meter = Meter(10, 10_000, max_scores=2)
-    meter.on_score_requested(meter.admit_score())
-    meter.on_score_requested(meter.admit_score())
+    assert meter.admit_scores(2) == range(1, 3)
+    meter.on_score_requested(1)
+    assert meter.admit_scores(1) == range(2, 3)
+    with raises(errors.QUOTA_EXHAUSTED, match="2 more scores do not fit"):
+        meter.admit_scores(2)
+    meter.on_score_requested(2)
     assert not meter.settled
     meter.on_score_failed(1)
     meter.on_score_answered(2)
     assert (meter.score_attempts, meter.score_responses, meter.settled) == (2, 1, True)
     with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.max_scores"):
-        meter.admit_score()
+        meter.admit_scores(1)
 
 
 def test_usage_has_the_names_of_the_reference() -> None:
@@ -178,7 +195,7 @@ def test_a_request_that_had_to_wait_cannot_have_been_recorded() -> None:
 def test_a_measured_call_was_sent() -> None:
     """Usage and never sent contradict each other."""
     meter = Meter(10, 10_000)
-    meter.reserve()
+    reserve(meter)
     with pytest.raises(errors.InvariantBroken):
         meter.on_failed(1, (1, 1), sent=False)
 
@@ -189,7 +206,6 @@ class MeterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live = Meter(12, 9 * 1000 + 48, cap=1000)
-        self.folded = Meter(12, 9 * 1000 + 48, cap=1000)
         self.open: list[int] = []
         self.spent: dict[int, int | None] = {}
         self.read = 0
@@ -199,7 +215,7 @@ class MeterMachine(RuleBasedStateMachine):
         """Admission says yes, wait or exhausted, and each of them only where it is true."""
         room = 9 * 1000 + 48 - self.at_most()
         try:
-            decision = self.live.reserve()
+            decision = reserve(self.live)
         except errors.SidecarError as exc:
             refused = exc.failure
             assert refused is errors.QUOTA_EXHAUSTED
@@ -212,7 +228,6 @@ class MeterMachine(RuleBasedStateMachine):
         assert isinstance(decision, Reservation)
         assert room >= 1000
         assert decision == Reservation(len(self.spent) + 1, 1000)
-        self.folded.on_requested(decision.number)
         self.open.append(decision.number)
         self.spent[decision.number] = None
 
@@ -224,8 +239,7 @@ class MeterMachine(RuleBasedStateMachine):
     def answer(self, choice: int, read: int, written: int) -> None:
         """A call is measured."""
         number = self.settle_one(choice)
-        self.live.settle(number, read, written)
-        self.folded.on_answered(number, read, written)
+        self.live.on_answered(number, read, written)
         self.spent[number], self.read = written, self.read + read
 
     @precondition(lambda self: self.open)
@@ -233,8 +247,7 @@ class MeterMachine(RuleBasedStateMachine):
     def refuse(self, choice: int, written: int) -> None:
         """A call is refused for what it says, and measured all the same."""
         number = self.settle_one(choice)
-        self.live.settle(number, 7, written)
-        self.folded.on_failed(number, (7, written))
+        self.live.on_failed(number, (7, written))
         self.spent[number], self.read = written, self.read + 7
 
     @precondition(lambda self: self.open)
@@ -242,8 +255,7 @@ class MeterMachine(RuleBasedStateMachine):
     def lose(self, choice: int) -> None:
         """A call is lost."""
         number = self.settle_one(choice)
-        self.live.lost(number)
-        self.folded.on_failed(number)
+        self.live.on_failed(number)
 
     @precondition(lambda self: self.open)
     @rule(choice=st.integers(0, 20))
@@ -251,7 +263,6 @@ class MeterMachine(RuleBasedStateMachine):
         """A call is recorded and not sent."""
         number = self.settle_one(choice)
         self.live.on_failed(number, sent=False)
-        self.folded.on_failed(number, sent=False)
         self.spent[number] = 0
 
     def at_most(self) -> int:
@@ -267,11 +278,6 @@ class MeterMachine(RuleBasedStateMachine):
         assert self.live.model_attempts == len(self.spent) <= 12
         assert self.live.unsettled == set(self.open)
         assert self.live.settled == (not self.open)
-
-    @invariant()
-    def the_fold_is_the_state(self) -> None:
-        """Records folded in order reach the value that was lived through."""
-        assert self.folded == self.live
 
     def teardown(self) -> None:
         """Waiting ends: once everything is settled, whoever waits is admitted or refused."""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.record import KINDS, Kind, Record
-from smartsearch_sidecar.run.state import Cause, Phase, RunState
-from tests.fakes.journals import Event, answered, closed, failed, latched, requested
+from smartsearch_sidecar.run.record import CLASSES, Cause, Kind, record_of
+from smartsearch_sidecar.run.state import Phase, RunState
+from tests.fakes.journals import Event, answered, closed, failed, latched, requested, resumed
 from tests.fakes.raised import raises
 
 
@@ -22,7 +22,7 @@ def folded(*events: Event, max_calls: int = 10) -> RunState:
     """The state after these events, claimed first."""
     state = RunState()
     for kind, number, data in (claimed(max_calls), *events):
-        state.fold(Record(kind.value, number, data))
+        state.fold(record_of(kind.value, number, data))
     return state
 
 
@@ -38,7 +38,8 @@ def lost(number: int | None) -> Event:
 
 def checkpoint(step: int = 1, **data: Any) -> Event:
     """An accepted checkpoint."""
-    return Kind.CHECKPOINT_ACCEPTED, 1, {"step": step, **data}
+    rest: dict[str, Any] = {"path": None, "manifest_sha256": None, "occurrence": 1, "usage": {}}
+    return Kind.CHECKPOINT_ACCEPTED, 1, {"step": step, **rest, **data}
 
 
 ASK = requested(1, "one")
@@ -100,7 +101,9 @@ def test_lost_deliveries_are_counted() -> None:
 
 def test_checkpoints_are_counted_by_step() -> None:
     """The same step may come again, and is told apart by its occurrence."""
-    state = folded(checkpoint(5), checkpoint(5), (Kind.CHECKPOINT_REFUSED, 1, {"step": 6}))
+    data = {"step": 6, "path": None, "manifest_sha256": None, "state": "pending"}
+    refused = Kind.CHECKPOINT_REFUSED, 1, data
+    state = folded(checkpoint(5), checkpoint(5), refused)
     assert (state.checkpoints_accepted, state.checkpoints_refused) == (2, 1)
     assert state.checkpoint_steps == {5: 2}
 
@@ -125,14 +128,14 @@ def test_work_admitted_before_is_settled_after() -> None:
 def test_cause_reads_back() -> None:
     """``latch.closed`` holds all of a cause."""
     cause = Cause("deadline", 3, True, "a sentence")
-    assert Cause.from_data(cause.as_data()) == cause
+    assert Cause.from_data(cause.to_data()) == cause
 
 
 def test_quota_is_exhausted_exactly_at_its_end() -> None:
     """The last search is admitted, the next one is not."""
     state = folded(ASK, ANSWER, max_calls=2)
     assert state.admit_search() == 2
-    state.fold(Record(Kind.RETRIEVAL_REQUESTED.value, 2, {}))
+    state.fold(record_of(*requested(2, "two")))
     with raises(errors.QUOTA_EXHAUSTED):
         state.admit_search()
 
@@ -143,19 +146,19 @@ def test_quota_is_exhausted_exactly_at_its_end() -> None:
 def test_end_is_clean_only_as_the_last_record() -> None:
     """Anything after ``run.closed`` means that the run went on."""
     assert folded(closed(0)).closed_cleanly
-    assert not folded(closed(0), (Kind.RUN_RESUMED, None, {})).closed_cleanly
+    assert not folded(closed(0), resumed()).closed_cleanly
     assert not folded(ASK, ANSWER).closed_cleanly
 
 
 def test_restart_keeps_numbers_and_counts() -> None:
     """A number is never used twice, also not across a restart."""
-    state = folded(ASK, ANSWER, closed(1), (Kind.RUN_RESUMED, None, {}))
+    state = folded(ASK, ANSWER, closed(1), resumed())
     assert (state.restarts, state.admit_search(), state.responses) == (1, 2, 1)
 
 
 def test_what_was_unsettled_stays_so_over_a_restart() -> None:
     """A search that no process is working on is not forgotten."""
-    state = folded(ASK, (Kind.RUN_RESUMED, None, {}))
+    state = folded(ASK, resumed())
     assert state.searching == {1}
 
 
@@ -233,9 +236,10 @@ def test_answer_without_its_cache_is_refused() -> None:
 
 def test_every_kind_has_a_rule() -> None:
     """No record that can be written is unknown to the fold."""
-    assert set(RunState._STEPS) == KINDS
-    with pytest.raises(errors.LedgerCorrupt, match="no rule"):
-        RunState().fold(Record("run.dreamt", None, {}))
+    assert set(RunState._STEPS) == set(CLASSES.values())
+    assert set(CLASSES) == set(Kind)
+    with pytest.raises(errors.LedgerCorrupt, match="written by a newer version"):
+        record_of("run.dreamt", None, {})
 
 
 def test_record_of_a_later_version_may_state_more() -> None:

@@ -34,7 +34,7 @@ async def expect_latched(rewards: Rewarded, cause: str) -> dict[str, Any]:
     """Closed for ``cause``, settled, refused, and still so after a restart."""
     status, health = await rewards.run.health(settle=5)
     assert (status, health["state"], health["cause"]["cause"]) == (503, "failed", cause)
-    assert rewards.run.service.state.settled
+    assert rewards.run.service.run.state.settled
     status, value = await rewards.reward(await plain_rollout())
     assert (status, value["error"]["code"]) == (502, "reward_failed")
     assert (await rewards.run.execute("q"))[0] == 502
@@ -91,7 +91,7 @@ async def test_identical_rollout_is_reused_and_free(tmp_path: Path) -> None:
         assert second == {**first, "reused": True}
         assert len(rewards.helper.calls) == 1
         assert len(of(rewards.run.directory, "reward.reused")) == 1
-        assert rewards.run.service.state.scores.splits["train"].score_attempts == 1
+        assert rewards.run.service.run.state.scores.splits["train"].score_attempts == 1
 
 
 async def test_identical_rollouts_in_flight_are_shared(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ async def test_policy_written_blocks_are_counted_never_refused(tmp_path: Path) -
         turns = [rollouts.answered("q", await rewards.told("q"))]
         solution = rollouts.rollout(QUESTION, turns, own + rollouts.final("Paris"))
         assert (await rewards.reward(solution))[0] == 200
-        assert rewards.run.service.state.scores.policy_blocks >= 1
+        assert rewards.run.service.run.state.scores.policy_blocks >= 1
 
 
 async def test_restart_remembers_answers_and_scores(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ async def test_caller_that_leaves_is_recorded_not_latched(tmp_path: Path) -> Non
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         rewards.helper.gate.set()
-        scores = rewards.run.service.state.scores
+        scores = rewards.run.service.run.state.scores
         await until(lambda: scores.splits["train"].score_responses == 1)
         status, _ = await rewards.run.health(settle=5)
         assert status == 200

@@ -55,7 +55,7 @@ async def cancelled_at(run: Served, reached: Any) -> None:
 
 def settled_and_latched(run: Served, cause: str, attempts: int) -> None:
     """Slot back, attempt settled, latch closed for ``cause``."""
-    state = run.service.state
+    state = run.service.run.state
     assert run.service.slots.idle
     assert state.settled
     assert state.cause is not None
@@ -96,7 +96,7 @@ async def test_cancelled_before_the_search(tmp_path: Path) -> None:
         await cancelled_at(run, lambda: provider.asked == 2)
         provider.named.set()
         settled_and_latched(run, "response_undelivered", 0)
-        assert run.service.state.lost == 1
+        assert run.service.run.state.lost == 1
 
 
 @pytest.mark.both_loops
@@ -107,7 +107,7 @@ async def test_cancelled_during_the_search(tmp_path: Path) -> None:
     async with served(tmp_path / "run", provider=provider) as run:
         await cancelled_at(run, lambda: provider.under_way == 1)
         settled_and_latched(run, "request_cancelled", 1)
-        assert run.service.state.failed == 1
+        assert run.service.run.state.failed == 1
         provider.gate.set()
 
 
@@ -117,10 +117,10 @@ async def test_cancelled_before_the_sync_of_its_answer(tmp_path: Path) -> None:
     disk = HeldDisk()
     async with served(tmp_path / "run", disk=disk) as run:
         disk.open_gate.clear()
-        await cancelled_at(run, lambda: run.service.state.responses == 1)
+        await cancelled_at(run, lambda: run.service.run.state.responses == 1)
         disk.open_gate.set()
         settled_and_latched(run, "response_undelivered", 1)
-        assert run.service.state.lost == 1
+        assert run.service.run.state.lost == 1
         assert await run.stop() == 4
     kinds = [record["kind"] for record in read_records(tmp_path / "run")]
     assert kinds[1:] == [
@@ -147,7 +147,7 @@ async def test_hang_up_while_waiting_for_a_slot(tmp_path: Path) -> None:
         await until(lambda: run.service.slots.waiting == 1)
         client.sock.close()
         run.service.slots.give()
-        await until(lambda: run.service.state.closed)
+        await until(lambda: run.service.run.state.closed)
         settled_and_latched(run, "response_undelivered", 0)
         assert run.provider.queries == []
 
@@ -162,12 +162,12 @@ async def test_hang_up_during_the_search(tmp_path: Path) -> None:
         await until(lambda: provider.under_way == 1)
         client.sock.close()
         provider.gate.set()
-        await until(lambda: run.service.state.closed)
+        await until(lambda: run.service.run.state.closed)
         settled_and_latched(run, "response_undelivered", 1)
-        cause = run.service.state.cause
+        cause = run.service.run.state.cause
         assert cause is not None
         assert (cause.number, cause.attempt_consumed) == (1, True)
-        assert run.service.state.responses == 1
+        assert run.service.run.state.responses == 1
 
 
 @pytest.mark.both_loops
@@ -177,10 +177,10 @@ async def test_hang_up_during_the_sync(tmp_path: Path) -> None:
     async with served(tmp_path / "run", disk=disk) as run:
         disk.open_gate.clear()
         client = await hang_up(run)
-        await until(lambda: run.service.state.responses == 1)
+        await until(lambda: run.service.run.state.responses == 1)
         client.sock.close()
         disk.open_gate.set()
-        await until(lambda: run.service.state.closed)
+        await until(lambda: run.service.run.state.closed)
         settled_and_latched(run, "response_undelivered", 1)
 
 
@@ -195,7 +195,7 @@ async def test_record_mode_records_the_loss_and_goes_on(tmp_path: Path) -> None:
         await until(lambda: provider.under_way == 1)
         client.sock.close()
         provider.gate.set()
-        await until(lambda: run.service.state.lost == 1)
+        await until(lambda: run.service.run.state.lost == 1)
         provider.gate = None
         assert (await run.execute("next"))[0] == 200
         status, health = await run.health(settle=2)
@@ -211,7 +211,7 @@ async def test_slot_is_free_before_the_answer_is_written(tmp_path: Path) -> None
     async with served(tmp_path / "run", provider=provider, execute__slots=1) as run:
         slow = await RawClient.connect(("127.0.0.1", run.port), receive_bytes=4096)
         await slow.send(REQUEST)
-        await until(lambda: run.service.state.responses == 1)
+        await until(lambda: run.service.run.state.responses == 1)
         provider.answer = None
         assert (await run.execute("next"))[0] == 200
         assert run.service.slots.idle

@@ -72,7 +72,7 @@ async def test_answer_is_recorded_and_counted(tmp_path: Path) -> None:
             "retrieval.requested",
             "retrieval.answered",
         ]
-        assert records[1]["data"] == native_body("Ada Lovelace")
+        assert records[1]["data"] == {**native_body("Ada Lovelace"), "query": "Ada Lovelace"}
         assert [item["id"] for item in records[2]["data"]["documents"]] == [
             document["id"] for document in documents_for("Ada Lovelace")
         ]

@@ -382,7 +382,7 @@ async def test_the_reference_profile_latches(
         got, value = await ask(run, {"query": query, "topk": 3, "return_scores": True})
         assert (got, value["error"]["code"]) == (status, code)
         assert await cause(run) == expected
-        assert run.service.state.attempts == attempts
+        assert run.service.run.state.attempts == attempts
         assert run.provider.queries == []
 
 
@@ -404,7 +404,7 @@ async def test_what_is_no_request_ends_the_run(tmp_path: Path, body: bytes, expe
         status, value = await run.post(body, path="/retrieve")
         assert (status, value["error"]["code"]) == (400, "invalid_request")
         assert await cause(run) == expected
-        assert run.service.state.attempts == 0
+        assert run.service.run.state.attempts == 0
 
 
 async def test_one_search_that_fails_fails_its_batch(tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ async def test_one_search_that_fails_fails_its_batch(tmp_path: Path) -> None:
         provider.gate.set()
         status, value = await task
         assert (status, value["error"]["code"]) == (502, "retrieval_failed")
-        state = run.service.state
+        state = run.service.run.state
         assert (state.attempts, state.failed, state.responses) == (AT_ONCE, 1, AT_ONCE - 1)
         assert state.settled
         assert await cause(run) == "document_invalid"
@@ -437,7 +437,7 @@ async def test_quota_ends_in_the_middle_of_a_batch(tmp_path: Path) -> None:
         status, value = await ask(run, nested([f"q{number}" for number in range(5)]))
         assert (status, value["error"]["code"]) == (429, "quota_exhausted")
         assert await cause(run) == "quota_exhausted"
-        assert (run.service.state.attempts, run.service.state.settled) == (3, True)
+        assert (run.service.run.state.attempts, run.service.run.state.settled) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ async def test_deadline_bounds_the_whole_batch(
         assert answer["error"]["code"] == "deadline"
         assert answer.get("result") is None
         assert await cause(run) == "deadline"
-        assert (run.service.state.attempts, run.service.state.failed) == (2, 2)
+        assert (run.service.run.state.attempts, run.service.run.state.failed) == (2, 2)
         provider.gate.set()
 
 
@@ -472,7 +472,7 @@ async def test_a_latch_that_closes_meanwhile_fails_the_batch(tmp_path: Path) -> 
         await run.internal("POST", "/latch", {"reason": "by hand"})
         provider.gate.set()
         assert (await task)[0] == 502
-        state = run.service.state
+        state = run.service.run.state
         assert (state.responses, state.declined, state.settled) == (AT_ONCE, 0, True)
         assert state.cause is not None
         assert state.cause.cause == "operator"
@@ -511,11 +511,11 @@ async def test_a_lost_batch_names_all_its_searches(tmp_path: Path) -> None:
         await until(lambda: provider.under_way == 3)
         client.close()
         provider.gate.set()
-        await until(lambda: run.service.state.closed)
+        await until(lambda: run.service.run.state.closed)
         assert await cause(run) == "response_undelivered"
         (lost,) = [r for r in run.records() if r["kind"] == "delivery.lost"]
         assert (lost["number"], lost["data"]["others"]) == (1, [2, 3])
-        assert run.service.state.responses == 3
+        assert run.service.run.state.responses == 3
 
 
 def batch(*queries: str) -> Searches:
@@ -530,7 +530,7 @@ async def cancelled(run: Served, asked: Searches, ready: Any) -> None:
     results = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert run.service.slots.idle
-    assert run.service.state.settled
+    assert run.service.run.state.settled
 
 
 @pytest.mark.both_loops
@@ -542,7 +542,7 @@ async def test_cancelled_during_its_searches(tmp_path: Path, count: int) -> None
     async with served(tmp_path / "run", provider=provider, **ALL) as run:
         asked = batch(*(f"q{number}" for number in range(count)))
         await cancelled(run, asked, lambda: provider.under_way == count)
-        assert (run.service.state.failed, run.service.state.lost) == (count, count)
+        assert (run.service.run.state.failed, run.service.run.state.lost) == (count, count)
         assert await cause(run) == "request_cancelled"
         provider.gate.set()
 
@@ -565,7 +565,7 @@ async def test_cancelled_before_the_sync_of_its_answers(tmp_path: Path) -> None:
     disk = HeldDisk()
     async with served(tmp_path / "run", disk=disk, **ALL) as run:
         disk.gate.clear()
-        await cancelled(run, batch("a", "b"), lambda: run.service.state.responses == 2)
+        await cancelled(run, batch("a", "b"), lambda: run.service.run.state.responses == 2)
         disk.gate.set()
         assert await cause(run) == "response_undelivered"
         (lost,) = [r for r in run.records() if r["kind"] == "delivery.lost"]
@@ -581,10 +581,10 @@ async def test_a_batch_is_answered_once_its_records_are_on_disk(tmp_path: Path) 
         assert (await ask(run, nested(["q"])))[0] == 200
         disk.gate.clear()
         task = asyncio.create_task(ask(run, nested(["q"] * QUERIES_MAX)))
-        await until(lambda: run.service.writer.queued >= AHEAD_RECORDS)
+        await until(lambda: run.service.run.writer.queued >= AHEAD_RECORDS)
         for _ in range(20):
             await asyncio.sleep(0)
-        ahead = run.service.state.responses
+        ahead = run.service.run.state.responses
         assert ahead < 3 * AT_ONCE + 2 * AHEAD_RECORDS
         assert not task.done()
         disk.gate.set()
@@ -613,7 +613,7 @@ async def test_a_ledger_that_fails_fails_the_batch(tmp_path: Path) -> None:
         assert await cause(run) == "ledger_failed"
 
 
-# --- what rewards are told ------------------------------------------------------------------------
+# --- what provenance takes ------------------------------------------------------------------------
 
 
 async def test_the_environments_answers_are_told_for_provenance(tmp_path: Path) -> None:
@@ -622,7 +622,7 @@ async def test_the_environments_answers_are_told_for_provenance(tmp_path: Path) 
     """
     told: list[str] = []
     async with served(tmp_path / "run", **ALL) as run:
-        run.service.told = told.append
+        run.service.on_answer = told.append
         await ask(run, {"query": ["Ada", ""], "top_n": 5}, "/batch_search")
         await ask(run, nested(["Bob"]))
         joined = "\n\n".join(document["contents"] for document in documents_for("Ada"))
@@ -647,11 +647,11 @@ async def test_a_slip_of_ours_settles_the_batch(tmp_path: Path) -> None:
         began = asyncio.get_running_loop().time()
         asked = batch("odd", "held")
         task = asyncio.create_task(search_many(run.service, asked, began=began, gone=lambda: False))
-        await until(lambda: run.service.state.closed)
+        await until(lambda: run.service.run.state.closed)
         assert (task.done(), run.service.slots.in_service) == (False, 1)
         provider.gate.set()
         with pytest.raises(Odd):
             await task
-        assert run.service.state.settled
+        assert run.service.run.state.settled
         assert run.service.slots.idle
         assert await cause(run) == errors.INTERNAL_ERROR.closes_as

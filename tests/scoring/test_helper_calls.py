@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.reward.dispatch import HelperDispatch, QuotaGate, to_the_end
 from smartsearch_sidecar.reward.helper import HelperClient
 from smartsearch_sidecar.reward.wire import HelperAnswer
-from smartsearch_sidecar.run.helper_budget import Meter
+from smartsearch_sidecar.run.helper_budget import Meter, Reservation
+from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, QuotaGate, to_the_end
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.raised import raises
 
 pytestmark = pytest.mark.both_loops
+
+
+def reserve(meter: Meter) -> Reservation | Literal["wait"]:
+    """Decides and applies in one step, as a run does."""
+    decision = meter.admit()
+    if isinstance(decision, Reservation):
+        meter.on_requested(decision.number)
+    return decision
 
 
 @dataclass
@@ -40,7 +48,7 @@ class Books:
         self.syncing.set()
 
     async def before(self, place: int) -> int:
-        reservation = await self.gate.reserve(self.meter.reserve)
+        reservation = await self.gate.reserve(lambda: reserve(self.meter))
         return await to_the_end(self.record(reservation.number))
 
     async def record(self, number: int) -> int:
@@ -53,7 +61,7 @@ class Books:
     def after(self, place: int, number: int, answer: HelperAnswer) -> None:
         self.check(number)
         self.events.append(("answered", number))
-        self.meter.settle(number, *answer.usage)
+        self.meter.on_answered(number, *answer.usage)
         self.gate.wake()
 
     def failed(self, place: int, number: int, exc: Exception) -> None:
@@ -558,14 +566,14 @@ async def test_to_the_end_raises_what_the_work_raises() -> None:
 async def test_the_gate_lets_waiters_in_as_room_is_made() -> None:
     """Each settlement admits one more, and an exhausted quota reaches every waiter."""
     meter, gate = Meter(100, 2048), QuotaGate()
-    first = await gate.reserve(meter.reserve)
-    waiters = [asyncio.create_task(gate.reserve(meter.reserve)) for _ in range(3)]
+    first = await gate.reserve(lambda: reserve(meter))
+    waiters = [asyncio.create_task(gate.reserve(lambda: reserve(meter))) for _ in range(3)]
     await turns(lambda: len(gate._waiting) == 3)
-    meter.settle(first.number, 1, 0)
+    meter.on_answered(first.number, 1, 0)
     gate.wake()
     await turns(lambda: len(gate._waiting) == 2)
     assert sum(waiter.done() for waiter in waiters) == 1
-    meter.lost(2)
+    meter.on_failed(2)
     gate.wake()
     outcomes: Sequence[object] = await asyncio.gather(*waiters, return_exceptions=True)
     assert [errors.QUOTA_EXHAUSTED.matches(outcome) for outcome in outcomes].count(True) == 2
