@@ -25,21 +25,29 @@ $(shell [ ! -e $(VENV)/.stamp-runtime ] || $(BIN)/python -c '' 2>/dev/null || rm
 # Words for pytest: make test PYTEST="tests/config/test_config.py -x"
 PYTEST ?=
 # Most tests wait for processes and disks, so more run at once than a small machine has cores. A file
-# stays with one worker, which keeps what its tests share. `make test WORKERS=` runs them in order.
-WORKERS ?= -n 3 --dist loadfile
+# stays with one worker, which keeps what its tests share, and long files come first, as
+# tests/conftest.py sorts them. `make test WORKERS=` runs them in order.
+SPREAD := --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n 3 $(SPREAD)
+# Tests start this package a few hundred times: without bytecode on disk that doubles their time.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test check format bench soak lock readme integrations clean
+.PHONY: help setup run test quick cover lowest pythons check format bench bench-test soak lock \
+	readme integrations clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.stamp-dev $(VITAL) ## .venv with the package (editable) and every tool, from the hashed lock
 
 run: $(VENV)/.stamp-runtime $(VITAL) ## a demo run on this machine: corpus, index, one question, both URLs
 	$(BIN)/smartsearch-sidecar demo
 
-test: setup ## the whole suite, without soak
+test: setup ## the whole suite, without soak and benchmarks
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST)
+
+quick: setup ## the tests that need no other process, in less than a minute
+	$(BIN)/python -m pytest $(QUICK) $(PYTEST)
 
 check: setup ## format, lint, types, arrows and doors
 	$(BIN)/ruff format --check .
@@ -53,6 +61,9 @@ format: setup ## rewrite the sources in the one format
 
 bench: setup ## figures beside those of our peers (a quarter of an hour; BENCH="--quick" for a look)
 	$(BIN)/python -m tests.benchmarks $(BENCH)
+
+bench-test: setup ## whether the benchmarks still run, and what they write (half a minute)
+	$(BIN)/python -m pytest tests/benchmarks $(PYTEST)
 
 soak: setup ## the long runs (an hour)
 	$(BIN)/python -m pytest -m soak --timeout 7200 $(PYTEST)
@@ -77,6 +88,9 @@ lock: ## resolve the dependencies again and write requirements/*.txt
 clean: ## remove everything that was made, except runs/
 	rm -rf $(VENV) $(CACHE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find smartsearch_sidecar tests config -name __pycache__ -prune -exec rm -rf {} +
+
+# What needs no process of its own fills the cores by itself.
+QUICK = -n $(shell nproc) $(SPREAD) -m 'not soak and not process'
 
 # --- what the targets above are made of ----------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,30 @@ from blockbuster import BlockBusterFunction, blockbuster_ctx
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 ROOT = Path(__file__).resolve().parent.parent
+
+# Workers take whole files in this order: one that begins late and lasts long is waited for at the
+# end. Longest first, then everything else as it is collected.
+LONG_FIRST = (
+    "tests/integrations/test_ray.py",
+    "tests/cluster/test_faults.py",
+    "tests/config/test_deployment.py",
+    "tests/parity/test_sequences.py",
+    "tests/retrieval/test_flashrag_process.py",
+    "tests/cluster/test_nats.py",
+    "tests/web/test_page.py",
+    "tests/web/test_edge_hostile.py",
+    "tests/retrieval/test_bm25.py",
+    "tests/commands/test_check.py",
+    "tests/retrieval/test_index_build.py",
+    "tests/ledger/test_resume.py",
+    "tests/commands/test_rehearse.py",
+    "tests/cluster/test_membership_wired.py",
+)
+
+# The audit events of a process that starts; the program is the first value, where there is one.
+STARTS = {"subprocess.Popen", "os.posix_spawn", "os.system", "os.fork"}
+# A test may ask git about this checkout and still be one that needs no other process.
+NOT_COUNTED = {"git"}
 
 # Before the first and after the last request: what these call themselves may block. Handlers and
 # the writer run in tasks of their own, so nothing that serves is excused by them.
@@ -35,6 +60,39 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("both_loops"):
         return LOOPS
     return {"uvloop": LOOPS["uvloop"]}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; the order within a file stays."""
+    place = {name: number for number, name in enumerate(LONG_FIRST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
+
+
+class Processes:
+    """Programs started and not yet asked for; an audit hook cannot be removed."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        sys.addaudithook(self._heard)
+
+    def _heard(self, event: str, values: tuple[object, ...]) -> None:
+        if event in STARTS:
+            program = str(values[0]) if values else event
+            if Path(program).name not in NOT_COUNTED:
+                self.started.append(program)
+
+
+processes = Processes()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """A test without the mark ``process`` that started one would be slow in `make quick`."""
+    yield
+    started, processes.started = processes.started, []
+    if started and not item.get_closest_marker("process"):
+        pytest.fail(f"it started {started}: mark it with @pytest.mark.process")
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,7 @@ def _mount(*arguments: str) -> int:
     return subprocess.run(["mount", *arguments], check=False, capture_output=True).returncode
 
 
+@pytest.mark.process
 @pytest.mark.may_skip(reason="mounting needs root; the file layer fills up everywhere")
 async def test_real_disk_full(small_filesystem: Path) -> None:
     """Answers stop at the first that does not fit; all before it are on the disk; exit code 4."""
@@ -68,6 +69,7 @@ async def test_real_disk_full(small_filesystem: Path) -> None:
     assert len(told) > 10
 
 
+@pytest.mark.process
 @pytest.mark.may_skip(reason="mounting needs root; the file layer is read-only everywhere")
 async def test_real_read_only_filesystem(small_filesystem: Path) -> None:
     """A place that cannot be written to is told in a sentence before anything is served."""

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fakes import native_client
 from tests.fakes.process import ROOT, environment, running
 from tests.fakes.provider import documents_for
 from tests.fakes.served import read_records
+
+pytestmark = pytest.mark.process
 
 RANKS = 8
 TURNS = 80

@@ -29,6 +29,8 @@ from tests.crash.harness import Daemon, Launcher
 from tests.crash.launcher import padded
 from tests.fakes.served import native_body
 
+pytestmark = pytest.mark.process
+
 CLIENTS = 64
 PASSAGE_BYTES = 100
 PATIENCE = 30.0

@@ -81,6 +81,7 @@ async def test_no_more_than_the_run_has(tmp_path: Path, seed: int) -> None:
         assert (await asyncio.to_thread(verify, tmp_path / name)).ok, seed
 
 
+@pytest.mark.process
 def test_a_run_of_one_node_loads_none_of_it() -> None:
     """Without [cluster] nothing that knows other nodes is ever imported."""
     script = (

@@ -34,7 +34,7 @@ from tests.fakes.until import until
 from tests.test_native_rollout import expected_text
 
 # Whole processes, several of them, and servers that elect a leader, on a machine that is shared.
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 TURNS = 20
 MAX_CALLS = 4000

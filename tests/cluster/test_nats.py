@@ -27,6 +27,8 @@ from tests.fakes.bus import Ground
 from tests.fakes.nats_cluster import NatsCluster, NatsServer, Way, nats_cluster
 from tests.fakes.until import until as until_it_holds
 
+pytestmark = pytest.mark.process
+
 UNTIL_SECONDS = 30.0
 # Servers of another process answer late on a busy machine; how late is never what is tested.
 until = partial(until_it_holds, seconds=UNTIL_SECONDS, pause=0.01)

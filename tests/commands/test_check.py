@@ -144,6 +144,7 @@ async def test_a_run_that_is_not_served_is_unreachable(tmp_path: Path) -> None:
     assert "name the file `serve` wrote" in result.exception.message
 
 
+@pytest.mark.process
 @pytest.mark.timeout(60)
 def test_addresses_are_made_for_each_start_and_gone_at_its_end(tmp_path: Path) -> None:
     """Without capabilities of its own a run gets two fresh ones, which only its user can read."""
@@ -163,6 +164,7 @@ def test_addresses_are_made_for_each_start_and_gone_at_its_end(tmp_path: Path) -
             assert not any(secret in run.log.read_text() for secret in secrets)
 
 
+@pytest.mark.process
 @pytest.mark.timeout(60)
 def test_serve_says_that_the_run_has_failed(tmp_path: Path) -> None:
     """At the end of a failed run, and whenever it is resumed, serve says why and how to go on."""

@@ -30,6 +30,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.process
 def test_a_build_says_what_it_made(tmp_path: Path) -> None:
     """The last lines name the passages, those left out, and both digests."""
     corpus = tmp_path / "corpus.jsonl"
@@ -48,6 +49,7 @@ def test_a_build_says_what_it_made(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("corpus", "options", "sentence"),
     [
@@ -88,6 +90,7 @@ def test_an_unknown_format_is_refused_with_those_known() -> None:
         assert name in result.output
 
 
+@pytest.mark.process
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     """On a terminal each stage shows a bar, and nothing of it stays on the screen's last lines."""
     ours, theirs = pty.openpty()

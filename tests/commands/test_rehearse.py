@@ -50,6 +50,7 @@ def rehearse(config: Path, *words: str) -> Result:
 # --- played for real -----------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_node_that_holds(tmp_path: Path) -> None:
     """Every call is answered, every question is one of the file's, and nothing is left behind."""
     asked = tmp_path / "questions.txt"
@@ -66,6 +67,7 @@ def test_a_node_that_holds(tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.process
 def test_a_node_that_does_not_hold(tmp_path: Path) -> None:
     """One slot and no room: the second call closes the latch, and the room it needs is named."""
     config = written(
@@ -84,6 +86,7 @@ def test_a_node_that_does_not_hold(tmp_path: Path) -> None:
     assert "execute.waiting_max = 7  # now 0" in result.stdout
 
 
+@pytest.mark.process
 def test_a_terminal_sees_it_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal a table of calls, slots, latency and failures stands while they call."""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -105,6 +108,7 @@ def test_a_file_is_read_before_anything_is_started(tmp_path: Path) -> None:
     assert "starting" not in result.stderr
 
 
+@pytest.mark.process
 def test_what_cannot_start_says_why(tmp_path: Path) -> None:
     """A sidecar that does not start ends the rehearsal with its own sentence."""
     result = rehearse(written(tmp_path, retrieval__provider="tests.fakes.plugin:missing"))

@@ -172,6 +172,7 @@ def gate(pod: dict[str, Any], tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("job", ["smartsearch-training"], indirect=True)
 def test_the_gate_waits_for_a_healthy_run(pod: dict[str, Any], tmp_path: Path) -> None:
     """No trainer begins before the sidecar serves; then at once."""
@@ -182,6 +183,7 @@ def test_the_gate_waits_for_a_healthy_run(pod: dict[str, Any], tmp_path: Path) -
     assert out.startswith("healthy: ")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("job", ["smartsearch-training"], indirect=True)
 def test_the_gate_ends_on_a_failed_run(pod: dict[str, Any], tmp_path: Path) -> None:
     """A latched run is told with its cause, and the job fails: its pod is never tried again."""
@@ -229,6 +231,7 @@ def test_pods_of_a_job_are_nodes_of_one_run(
     assert [rule["ports"][0]["port"] for rule in (sidecars, servers_alone)] == [4222, 6222]
 
 
+@pytest.mark.process
 def test_the_servers_agree(manifests: dict[str, Any], tmp_path: Path) -> None:
     """Three real servers with the manifest's configuration and variables find each other, are
     healthy as the probes ask, hold a key three times, and refuse a client without the password.
@@ -375,6 +378,7 @@ def unit() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.may_skip("systemd is not on every machine")
 def test_the_unit_is_one(tmp_path: Path) -> None:
     """systemd itself has nothing to say against it, but that the program is elsewhere here."""
@@ -509,6 +513,7 @@ def slurm(
     return subprocess.CompletedProcess(job.args, job.returncode, out, err)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("script", [SLURM, SLURM_NATS], ids=lambda path: path.name)
 def test_the_script_is_clean(script: Path) -> None:
     """It can be executed and parsed, and shellcheck has nothing to say, hints included."""
@@ -517,6 +522,7 @@ def test_the_script_is_clean(script: Path) -> None:
     lint(tool("shellcheck"), script)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("nodes", "servers"), [(2, 1), (4, 3)])
 def test_nats_serves_what_runs_inside(tmp_path: Path, nodes: int, servers: int) -> None:
     """Three servers where there are nodes for them, healthy before what is inside begins, which
@@ -549,6 +555,7 @@ sys.exit(7)
             socket.create_connection((f"127.0.0.{number + 1}", int(ports["NATS_PORT"])), timeout=5)
 
 
+@pytest.mark.process
 def test_nats_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     """The program inside is never started without it."""
     ended = slurm(
@@ -562,6 +569,7 @@ def test_nats_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     assert not (tmp_path / "trained").exists()
 
 
+@pytest.mark.process
 @pytest.mark.timeout(JOB_SECONDS)
 def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
     """The trainer reaches the sidecar, the gate passes, run.closed is recorded, and the job ends
@@ -574,6 +582,7 @@ def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
     assert kinds == ["run.claimed", "run.closed"]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(JOB_SECONDS)
 def test_a_latched_run_fails_the_job(tmp_path: Path) -> None:
     """A trainer that noticed nothing does not hide a closed latch."""
@@ -584,6 +593,7 @@ def test_a_latched_run_fails_the_job(tmp_path: Path) -> None:
     assert "keep no checkpoint" in ended.stderr
 
 
+@pytest.mark.process
 @pytest.mark.timeout(JOB_SECONDS)
 def test_the_nodes_of_a_job_are_one_run(tmp_path: Path) -> None:
     """Sidecars of two nodes, with NATS among them, are told who they are, all speak for the one
@@ -623,6 +633,7 @@ def run_of(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "runs" / "17")]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(JOB_SECONDS)
 def test_a_sidecar_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
     """The trainer is never started without one."""
@@ -635,6 +646,7 @@ def test_a_sidecar_that_cannot_begin_ends_the_job(tmp_path: Path) -> None:
 # --- the image -----------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_the_dockerfile_is_linted() -> None:
     """hadolint has nothing to say."""
     lint(tool("hadolint"), "--no-color", DOCKERFILE)
@@ -653,6 +665,7 @@ def test_the_image_is_made_of_what_is_here() -> None:
     assert text.rindex("USER ") > text.rindex("RUN ")
 
 
+@pytest.mark.process
 def test_the_health_check_asks_whether_it_lives(tmp_path: Path) -> None:
     """The image's own check passes on a served run, latched or not, and fails on a dead port."""
     text = DOCKERFILE.read_text("utf-8").replace("\\\n", " ")

@@ -28,6 +28,8 @@ from tests.crash.harness import (
     load,
 )
 
+pytestmark = pytest.mark.process
+
 UNCLEAN = "unclean_restart"
 TORN_TAIL = b'{"seq":1000,"at":"2026-'
 ROTATING: dict[str, Any] = {"passage_bytes": 10_000, "ledger__segment_mib": 1}

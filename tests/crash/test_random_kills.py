@@ -17,6 +17,8 @@ import pytest
 
 from tests.crash.harness import KILLED, Launcher, check_history, check_restart, load
 
+pytestmark = pytest.mark.process
+
 SEEDS = range(5)
 SOAK_SEEDS = range(1000, 1200)
 

@@ -632,6 +632,7 @@ def step_alone(python: str, folder: Path, given: list[dict[str, Any]], server: R
     return trainer.run_alone(python, DRIVER, words, server.endpoints, folder)
 
 
+@pytest.mark.process
 @pytest.mark.may_skip(reason="Python 3.10 is the trainer's; not every machine has one")
 def test_it_runs_in_the_trainers_python(server: RewardServer, tmp_path: Path) -> None:
     """Loaded by path in Python 3.10, without this package, a step is scored and its gate passed."""
@@ -645,6 +646,7 @@ def test_it_runs_in_the_trainers_python(server: RewardServer, tmp_path: Path) ->
     assert len(server.asked("/checkpoints")) == 1
 
 
+@pytest.mark.process
 def test_it_runs_alone_in_a_process(server: RewardServer, tmp_path: Path) -> None:
     """The same in this Python, so that a machine without 3.10 shows it too."""
     given = rows(3)

@@ -43,7 +43,7 @@ NODES = 3
 LOST_SECONDS = 40.0  # Ray tells of a lost node after some
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 # A cluster of seven processes, on a machine with other work to do.
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 if sys.version_info >= (3, 14):
     pytestmark.append(pytest.mark.may_skip("there is no Ray for this Python yet"))
 

@@ -497,6 +497,7 @@ print(json.dumps({"python": sys.version_info[:2], "rewards": rewards}))
 """
 
 
+@pytest.mark.process
 @pytest.mark.may_skip(reason="Python 3.10 is the trainer's; not every machine has one")
 def test_it_runs_in_the_trainers_python(server: RewardServer, tmp_path: Path) -> None:
     """Loaded by path in Python 3.10, without this package, both forms score a batch."""

@@ -385,6 +385,7 @@ async def test_no_proxy_is_asked(
 # --- the file -------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_the_file_needs_nothing_but_the_standard_library() -> None:
     """It is read without verl and without this package; a tool is what needs verl."""
     code = (

@@ -225,6 +225,7 @@ async def test_drain_that_cannot_finish_says_so(tmp_path: Path) -> None:
         assert (await run.health())[1]["cause"]["cause"] == "deadline"
 
 
+@pytest.mark.process
 def test_killed_daemon_resumes_closed_and_exits_four(tmp_path: Path) -> None:
     """``kill -9``, then ``serve --resume``: not healthy, says why, and its exit code is 4."""
     with running(tmp_path) as daemon:
@@ -235,6 +236,7 @@ def test_killed_daemon_resumes_closed_and_exits_four(tmp_path: Path) -> None:
         assert daemon.stop() == 4
 
 
+@pytest.mark.process
 def test_existing_directory_without_resume_is_exit_two(tmp_path: Path) -> None:
     """Without ``--resume`` an existing directory is refused in one sentence."""
     with running(tmp_path) as daemon:

@@ -22,6 +22,8 @@ from tests.fakes.process import DaemonProcess, environment, running, start, toml
 from tests.fakes.retriever_process import RetrieverProcess
 from tests.fakes.served import ENVIRONMENT, read_records, served
 
+pytestmark = pytest.mark.process
+
 CORPUS, INDEX = "c" * 64, "1" * 64
 
 

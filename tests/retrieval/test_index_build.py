@@ -341,6 +341,7 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_a_signal_leaves_nothing(
     number: signal.Signals, running: subprocess.Popen[str], tmp_path: Path
@@ -357,6 +358,7 @@ def test_a_signal_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
+@pytest.mark.process
 def test_leavings_of_a_killed_build_are_cleared(
     running: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -385,6 +387,7 @@ def test_two_builds_of_one_place_do_not_meet(tmp_path: Path) -> None:
     assert verify_and_open(tmp_path / "index").manifest.passages == 7
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 100_000])
 @pytest.mark.parametrize("single", [0, 50_000], ids=["eight commits", "one commit"])
 def test_a_full_disk_leaves_nothing(limit: int, single: int, tmp_path: Path) -> None:

@@ -296,6 +296,7 @@ async def test_the_objects_own_close_is_called(write: Write) -> None:
     assert mine().made_in == ["closed"]
 
 
+@pytest.mark.process
 def test_a_hung_search_does_not_hold_the_end_of_the_process(tmp_path: Path) -> None:
     """A process whose retriever never returns still ends when it is done."""
     (tmp_path / "mine.py").write_text(

@@ -112,6 +112,7 @@ def test_a_tuple_counts_as_a_list(scorer: Scorer) -> None:
     )
 
 
+@pytest.mark.process
 def test_optimized_interpreter_gives_the_same_rewards(scorer: Scorer) -> None:
     """Rewards must not depend on ``-OO``, although the source relies on ``assert``."""
     script = (

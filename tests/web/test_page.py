@@ -22,7 +22,7 @@ TEXT_OF = "Array.from(document.querySelectorAll({0!r}), (one) => one.innerText)"
 
 
 # A browser starts first, on a machine that is shared.
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 @asynccontextmanager

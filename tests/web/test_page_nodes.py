@@ -14,7 +14,7 @@ from tests.web.test_page import WORD, rows, shown
 
 NODES = "document.getElementById('nodes').innerText"
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 async def test_a_row_for_every_node(tmp_path: Path, page: Page) -> None:
