@@ -27,7 +27,7 @@ _RECEIPT_KEYS = ("step", "path", "manifest_sha256", "occurrence", "usage", "node
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReceiptPlace:
     """A record of a journal: which claim it is under, its number and its sum."""
 
     claim_sha256: str
@@ -35,7 +35,7 @@ class Place:
     head: str
 
     @classmethod
-    def parse(cls, value: Mapping[str, Any], whose: str) -> Place:
+    def parse(cls, value: Mapping[str, Any], whose: str) -> ReceiptPlace:
         """Reads the three keys. Raises ``UsageError``; ``whose`` names the owner for it."""
         claim, seq, head = (value.get(key) for key in ("claim_sha256", "seq", "head"))
         for name, digest in (("claim_sha256", claim), ("head", head)):
@@ -58,7 +58,7 @@ class CheckpointReceipt:
     seq: int
     head: str
     value: Mapping[str, Any]
-    nodes: Mapping[str, Place] = field(default_factory=dict)
+    nodes: Mapping[str, ReceiptPlace] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, raw: bytes) -> CheckpointReceipt:
@@ -72,22 +72,22 @@ class CheckpointReceipt:
         newer = newer_format("the receipt", value, FORMAT)
         if newer is not None:
             raise errors.USAGE(newer)
-        own = Place.parse(value, "the receipt")
+        own = ReceiptPlace.parse(value, "the receipt")
         nodes = value.get("nodes", {})
         if type(nodes) is not dict or any(type(node) is not dict for node in nodes.values()):
             raise errors.USAGE("the receipt names no nodes: keep the body of /checkpoints")
         places = {
-            name: Place.parse(node, f"the receipt, of node {name:.64},")
+            name: ReceiptPlace.parse(node, f"the receipt, of node {name:.64},")
             for name, node in nodes.items()
         }
         return cls(own.claim_sha256, own.seq, own.head, value, places)
 
-    def place(self, claim_sha256: str | None) -> Place:
+    def place(self, claim_sha256: str | None) -> ReceiptPlace:
         """The record of the history under this claim: the receipt's own, or a node's."""
         for place in self.nodes.values():
             if place.claim_sha256 == claim_sha256 != self.claim_sha256:
                 return place
-        return Place(self.claim_sha256, self.seq, self.head)
+        return ReceiptPlace(self.claim_sha256, self.seq, self.head)
 
     def missing(self, claims: set[str | None]) -> list[str]:
         """The nodes whose directory is not among those with these claims."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.passages import Found, Passage, found_of, read_passage
 from smartsearch_sidecar.retrieval.provider import Provider
-from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256, same
+from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256
 
 RETRY_SECONDS: Final = 0.25
 """The pause before the first further try: a retriever that is being restarted refuses connections
@@ -85,7 +85,8 @@ class Guard:
     async def check_identity(self) -> None:
         """Raises ``IdentityChanged`` where corpus or index are not those of the claim."""
         now = await self._ask_identity()
-        if not same(now, self.identity):
+        # By Python's equality, as the reference compares: 1 and true name one setting here.
+        if now != self.identity:
             raise errors.IDENTITY_CHANGED(
                 "the provider's identity changed during the run: "
                 f"{', '.join(differences(now, self.identity))}"

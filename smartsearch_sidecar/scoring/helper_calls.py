@@ -93,7 +93,7 @@ class HelperDispatch:
         Raises what failed first: a ``HelperFault``, or what a hook raised. Further failures are
         noted on it.
         """
-        batch = _Batch(self, before, after, failed, deadline)
+        batch = _DispatchedCalls(self, before, after, failed, deadline)
         task, cancelled = await _outlast(batch.run(prompts), on_cancel=batch.stop)
         if cancelled:  # all is settled and recorded; what failed on the way must not vanish
             raise asyncio.CancelledError from None if task.cancelled() else task.exception()
@@ -140,7 +140,7 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-class _Batch:
+class _DispatchedCalls:
     """The calls of one ``ask_all``."""
 
     def __init__(

@@ -43,11 +43,11 @@ async def search_many(
     Raises a ``SidecarError`` whose latch, if any, is closed and durable by then.
     """
     return await service.in_turn(
-        began, gone, lambda deadline: _Batch(service, asked, deadline).answer()
+        began, gone, lambda deadline: _SearchBatch(service, asked, deadline).answer()
     )
 
 
-class _Batch:
+class _SearchBatch:
     """One request under way; what its searches come to stands at their index."""
 
     def __init__(self, service: Service, asked: Searches, deadline: float) -> None:

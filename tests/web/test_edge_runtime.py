@@ -226,6 +226,7 @@ async def test_an_option_that_is_gone_is_named(monkeypatch: Patch) -> None:
     assert "unexpected keyword argument" in said
 
 
+@pytest.mark.process
 def test_without_a_name_the_package_still_says_so() -> None:
     """A name that an import would miss is refused by the sentence too, not by an ImportError."""
     program = """
