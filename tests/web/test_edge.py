@@ -411,7 +411,7 @@ async def returns_nothing(request: EdgeRequest) -> Reply:
     return None  # type: ignore[return-value]
 
 
-async def returns_a_reply_of_nobody(request: EdgeRequest) -> Reply:
+async def returns_a_reply_not_handed_over(request: EdgeRequest) -> Reply:
     return Reply(keep_alive=True)
 
 
@@ -435,7 +435,7 @@ def raising(exc: BaseException) -> Handler:
         (raising(errors.INVALID_BODY(TARGET)), "EdgeRefusal"),
         (raising(web.HTTPNotFound(text=TARGET)), "InvariantBroken"),
         (returns_nothing, "InvariantBroken"),
-        (returns_a_reply_of_nobody, "InvariantBroken"),
+        (returns_a_reply_not_handed_over, "InvariantBroken"),
         (returns_a_broken_response, "ValueError"),
     ],
 )

@@ -43,41 +43,45 @@ class LeanedOn(NamedTuple):
     parameters: tuple[str, ...] = ()
 
 
-_REQUEST = "RequestHandler"  # an object of it, before its connection is made
+_HANDLER = "RequestHandler"  # an object of it, before its connection is made
 _BASE = "BaseRequest"  # an object of it, as aiohttp's own constructor makes it
 
 LEANED_ON: Final = (
-    LeanedOn("web_protocol", "_ErrInfo", "connection", "stands in the queue for malformed bytes"),
-    LeanedOn("http", "HttpRequestParser", "runtime", "is the parser in C, which refuses more"),
+    LeanedOn(
+        "web_protocol", "_ErrInfo", "connection", "malformed bytes, as they stand in the queue"
+    ),
+    LeanedOn("http", "HttpRequestParser", "runtime", "the parser in C, which refuses more"),
     LeanedOn("Server", "_loop", "server", "the loop that connections are given"),
     LeanedOn("Server", "_kwargs", "server", "the options that connections are given"),
     LeanedOn("Server", "connections", "server", "the connections still served"),
-    LeanedOn(_REQUEST, "_loop", "connection", "time, futures"),
-    LeanedOn(_REQUEST, "_messages", "connection", "requests that wait: what is malformed, cut off"),
-    LeanedOn(_REQUEST, "_request_count", "connection", "how many requests a segment brought"),
-    LeanedOn(_REQUEST, "_message_tail", "connection", "bytes behind a request to upgrade"),
-    LeanedOn(_REQUEST, "_waiter", "connection", "whether it is idle; woken by a fault"),
-    LeanedOn(_REQUEST, "_current_request", "connection", "what is not answered yet"),
-    LeanedOn(_REQUEST, "_keepalive_handle", "connection", "the deadline of a silent connection"),
-    LeanedOn(_REQUEST, "_force_close", "connection", "an overflow is closed before its first step"),
-    LeanedOn(_REQUEST, "transport", "connection", "None from the moment the connection is lost"),
-    LeanedOn(_REQUEST, "writing_paused", "connection", "whether an answer still waits to be sent"),
-    LeanedOn(_REQUEST, "start", "connection", "serves the connection; its task is counted"),
-    LeanedOn(_REQUEST, "close", "connection", "ends an idle connection"),
-    LeanedOn(_REQUEST, "force_close", "connection", "ends a connection at once"),
-    LeanedOn(_REQUEST, "eof_received", "connection", "a FIN; a reset may stand behind it"),
-    LeanedOn(_REQUEST, "connection_made", "connection", "counts, polls", ("transport",)),
-    LeanedOn(_REQUEST, "connection_lost", "connection", "an answer unread", ("exc",)),
-    LeanedOn(_REQUEST, "data_received", "connection", "what comes proves a taking", ("data",)),
+    LeanedOn(_HANDLER, "_loop", "connection", "time, futures"),
+    LeanedOn(_HANDLER, "_messages", "connection", "requests that wait: what is malformed, cut off"),
+    LeanedOn(_HANDLER, "_request_count", "connection", "how many requests a segment brought"),
+    LeanedOn(_HANDLER, "_message_tail", "connection", "bytes behind a request to upgrade"),
+    LeanedOn(_HANDLER, "_waiter", "connection", "whether it is idle; woken by a fault"),
+    LeanedOn(_HANDLER, "_current_request", "connection", "what is not answered yet"),
+    LeanedOn(_HANDLER, "_keepalive_handle", "connection", "the deadline of a silent connection"),
+    LeanedOn(_HANDLER, "_force_close", "connection", "an overflow is closed before its first step"),
+    LeanedOn(_HANDLER, "transport", "connection", "None from the moment the connection is lost"),
+    LeanedOn(_HANDLER, "writing_paused", "connection", "whether an answer still waits to be sent"),
+    LeanedOn(_HANDLER, "start", "connection", "serves the connection; its task is counted"),
+    LeanedOn(_HANDLER, "close", "connection", "ends an idle connection"),
+    LeanedOn(_HANDLER, "force_close", "connection", "ends a connection at once"),
+    LeanedOn(_HANDLER, "eof_received", "connection", "a FIN; a reset may stand behind it"),
+    LeanedOn(_HANDLER, "connection_made", "connection", "a new one is counted", ("transport",)),
+    LeanedOn(_HANDLER, "connection_lost", "connection", "a reset: answers unread", ("exc",)),
+    LeanedOn(_HANDLER, "data_received", "connection", "the answer before was taken", ("data",)),
     LeanedOn(
-        *(_REQUEST, "finish_response", "connection", "an answer handed over is not written again"),
+        *(_HANDLER, "finish_response", "connection", "an answer handed over is not written again"),
         ("request", "resp", "start_time"),
     ),
     LeanedOn(
-        *(_REQUEST, "handle_error", "connection", "the stock one echoes and logs the request line"),
+        *(_HANDLER, "handle_error", "connection", "the stock one echoes and logs the request line"),
         ("request", "status", "exc", "message"),
     ),
-    LeanedOn(_REQUEST, "log_exception", "connection", "the stock one logs", ("args", "kw")),
+    LeanedOn(
+        _HANDLER, "log_exception", "connection", "the stock one logs a traceback", ("args", "kw")
+    ),
     LeanedOn(_BASE, "_prepare_hook", "request", "the headers of a stream", ("response",)),
     LeanedOn(_BASE, "_cancel", "request", "a body whole before its client left", ("exc",)),
     *(
@@ -92,7 +96,7 @@ LEANED_ON: Final = (
         for name in ("method", "path", "version", "headers", "should_close", "upgrade", "url")
     ),
     *(
-        LeanedOn("StreamReader", name, "request, connection", "a body, and whether it is whole")
+        LeanedOn("StreamReader", name, "request", "a body, and whether it is whole")
         for name in ("is_eof", "read", "read_nowait", "feed_eof")
     ),
     LeanedOn("StreamWriter", "output_size", "connection", "whether an answer has begun"),
@@ -178,7 +182,7 @@ def _owners() -> Iterator[tuple[str, Any]]:
     yield "http", http
     yield "Server", web.Server(_none)
     handler = _handler()
-    yield _REQUEST, handler
+    yield _HANDLER, handler
     handler.data_received(WHOLE)
     message: Any
     message, payload = handler._messages[0]
