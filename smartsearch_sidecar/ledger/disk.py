@@ -59,7 +59,7 @@ def is_ours(name: str) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether another open file holds the lock; a missing file is free.
 
-    Looks with a shared lock, which whoever takes the lock at the same moment has to wait out.
+    Looks with a shared lock: a process that takes the lock at the same moment waits for it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

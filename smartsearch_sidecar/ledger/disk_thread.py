@@ -21,7 +21,7 @@ class DiskThread:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        # A daemon: whoever dies without `stop` must not hang on a thread that waits for work.
+        # A daemon thread: a process that ends without `stop` must not hang on it.
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
@@ -44,13 +44,13 @@ class DiskThread:
                 work(*words)
             except BaseException as exc:  # noqa: BLE001 - raised where the future is awaited
                 fault = exc
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task awaits it
                 done.get_loop().call_soon_threadsafe(_end, done, fault)
             del job, done, work, words, fault  # what a batch held is not kept while waiting
 
 
 def _end(done: asyncio.Future[None], fault: BaseException | None) -> None:
-    if done.done():  # who waited was cancelled
+    if done.done():  # the task that awaited it was cancelled
         return
     if fault is None:
         done.set_result(None)

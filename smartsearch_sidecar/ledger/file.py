@@ -34,7 +34,7 @@ from smartsearch_sidecar.ledger.disk import (
 
 __all__ = ["CLAIM", "ENDPOINTS", "JOURNAL", "LATCH", "LOCK", "Disk", "RunFiles", "segment_name"]
 
-# Somebody who only looks whether a run is served holds the lock for microseconds.
+# A process that only looks whether a run is served holds the lock for microseconds.
 LOCK_TRIES = 3
 LOCK_WAIT_SECONDS = 0.02
 
@@ -152,7 +152,7 @@ class RunFiles:
             with contextlib.suppress(OSError):  # a disk that has gone keeps what it has
                 (self.directory / LOCK).unlink(missing_ok=True)
             for empty in (self.directory / JOURNAL, self.directory):
-                with contextlib.suppress(OSError):  # not empty: somebody else's files, left alone
+                with contextlib.suppress(OSError):  # not empty: another program's files, left alone
                     empty.rmdir()
         self.close()
 
@@ -228,7 +228,7 @@ class RunFiles:
         """Opens the last segment of an existing journal for appending.
 
         ``size`` is what was read of it, ``keep`` what stays; ``newline`` ends the last line. All of
-        it is durable when this returns, whatever an earlier process had left unsynced.
+        it is durable when this returns, also what an earlier process had left unsynced.
         """
         path = self.directory / JOURNAL / segment_name(index)
         fd = self.disk.open(path, os.O_WRONLY | os.O_APPEND)

@@ -4,7 +4,7 @@ A frozen corpus answers alike for ever. Where it does not, the difference is one
 
 - *near tie*: at every rank a score within ``TIE`` of the recorded one's, and so for every document
   that stayed; one that left the answer was tied with the last one. Another machine's rounding does
-  that, and nobody could say which order is right.
+  that, and neither order is more right.
 - *reordered*: the same documents in another order that no tie explains.
 - *different*: anything else. Also a document whose text changed.
 """

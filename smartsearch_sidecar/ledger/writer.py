@@ -185,7 +185,7 @@ class Writer:
         try:
             await self._drain(loop, batch)
         except BaseException as exc:
-            # Whatever stopped the writer, every receipt has to fail now: none can come any more.
+            # The writer has stopped, so every receipt has to fail now: it cannot come any more.
             reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
             self._fail(errors.LEDGER_FAILED(f"the ledger cannot be written: {reason}"), batch)
             if not isinstance(exc, Exception):

@@ -72,7 +72,7 @@ async def assemble(
 ) -> Parts:
     """Opens provider and rewards, claims or resumes the run, and builds what serves it.
 
-    Whatever was opened is closed again where a later step fails. Raises ``UsageError`` or another
+    What was opened is closed again where a later step fails. Raises ``UsageError`` or another
     named error with a sentence for the operator.
     """
     opened = provider or await open_configured(config, progress)

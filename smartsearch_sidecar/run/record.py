@@ -56,8 +56,7 @@ class Record(Data):
     if TYPE_CHECKING:  # at run time it would be taken for the default of a field
 
         @property
-        def number(self) -> int | None:
-            """The number within the record's series, if it has one."""
+        def number(self) -> int | None: ...
 
     @classmethod
     def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
@@ -65,7 +64,7 @@ class Record(Data):
         if cls.__match_args__[:1] != ("number",):  # type: ignore[attr-defined]
             return cls(*cls.values_of(data))
         if number is None and cls is not DeliveryLost:
-            raise errors.LEDGER_CORRUPT(f"a {cls.kind} record has no number")
+            raise _no_number(cls.kind)
         return cls(number, *cls.values_of(data))  # type: ignore[call-arg]
 
 
@@ -103,12 +102,11 @@ class SplitQuotas(Data):
 
     @classmethod
     def of(cls, section: Any) -> Self:
-        """The quotas of a configuration section: whatever has these three names."""
+        """The quotas of a configuration section with these three names."""
         return cls(section.max_scores, section.max_helper_calls, section.max_output_tokens)
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """Reads what ``to_data`` wrote."""
         return cls(*cls.values_of(data))
 
 
@@ -232,8 +230,10 @@ class RetrievalRequested(Record):
         return self.asked.to_data()
 
     @classmethod
-    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
-        return [asked_of(data)]
+    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
+        if number is None:
+            raise _no_number(cls.kind)
+        return cls(number, asked_of(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,7 @@ class RetrievalAnswered(Record):
     kind: ClassVar = Kind.RETRIEVAL_ANSWERED
 
     def to_json(self) -> bytes:
-        """With the documents spliced in unread: those of a cached search are encoded once and
-        recorded many times.
-        """
+        # The documents are spliced in unread: a cached search's are encoded once, recorded often.
         encoded = super(RetrievalAnswered, self).to_json()
         if self.documents_json is None:
             return encoded
@@ -270,17 +268,18 @@ class RetrievalAnswered(Record):
         return value
 
     def to_data(self) -> dict[str, Any]:
-        """The JSON value, without the documents."""
         data: dict[str, Any] = {"cache": self.cache, "took_us": self.took_us}
         if self.dropped is not None:
             data["dropped"] = self.dropped
         return data
 
     @classmethod
-    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
+        if number is None:
+            raise _no_number(cls.kind)
         found = orjson.dumps(data["documents"]) if "documents" in data else None
         dropped = tuple(data["dropped"]) if "dropped" in data else None
-        return [found, data["cache"], data["took_us"], dropped]
+        return cls(number, found, data["cache"], data["took_us"], dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,3 +494,7 @@ def record_of(kind: str, number: int | None, data: Mapping[str, Any]) -> Record:
         raise errors.LEDGER_CORRUPT(
             f"a {kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
         ) from None
+
+
+def _no_number(kind: Kind) -> errors.LedgerCorrupt:
+    return errors.LEDGER_CORRUPT(f"a {kind} record has no number")

@@ -1,4 +1,4 @@
-"""Slots: at most so many requests in service, a bounded first-come room for those who wait.
+"""Slots: at most so many requests in service, a bounded first-come room for requests that wait.
 
 The slots are an ``asyncio.Semaphore``, which serves waiters in order; around it stand a bound on
 the room and one deadline per request. A free slot costs no timer and no suspension.
@@ -84,7 +84,7 @@ class Slots:
 
     @property
     def idle(self) -> bool:
-        """Nobody in service and nobody waiting."""
+        """No request in service and none waiting."""
         return not self.in_service and not self.waiting
 
     def _tell_idle(self) -> None:
@@ -95,7 +95,7 @@ class Slots:
             self._idle.clear()
 
     async def wait_idle(self) -> None:
-        """Returns once nobody is in service or waiting; bound it with a timeout."""
+        """Returns once no request is in service or waiting; bound it with a timeout."""
         while not self.idle:
             future = asyncio.get_running_loop().create_future()
             self._idle.append(future)

@@ -222,7 +222,7 @@ class _DispatchedCalls:
             self._unsent.discard(task)
 
     async def _send(self, place: int, number: int, prompt: str) -> str:
-        """From here on nothing cancels the task, and the number is settled whatever happens.
+        """From here on nothing cancels the task, and the number is settled in every case.
 
         Only a loop that is torn down can still cancel it. Then the call stays unsettled, which is
         true, and the restart says so.
