@@ -8,9 +8,14 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
+import hypothesis
 import pytest
 import uvloop
 from blockbuster import BlockBusterFunction, blockbuster_ctx
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("sidecar", deadline=None)
+hypothesis.settings.load_profile("sidecar")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,8 @@
 
 What an executor keeps for many threads and many callers costs more than a write and its sync: two
 futures, a lock and a condition a job. Here are one queue in and one call back.
+
+Apart from ``writer.py``, its one user: a thread that knows no record.
 """
 
 from __future__ import annotations

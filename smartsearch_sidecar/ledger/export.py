@@ -9,6 +9,8 @@ Three things it has no file for. A query that was declined left no trace there, 
 here. A search by another route than ``/execute`` has no request to write: such a run is refused.
 A latch that closed without failing an attempt is a ``transport-rejected.json`` with our cause, so
 that a failed run never looks like a healthy one; there, quota and identity lived in memory only.
+
+Apart from the command, its one user: it knows no terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Records for a person: which ones, and each in one readable line."""
+"""Records for a person: which ones, and each in one readable line.
+
+Apart from the command, its one user: it knows no terminal.
+"""
 
 from __future__ import annotations
 

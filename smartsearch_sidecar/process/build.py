@@ -2,6 +2,8 @@
 
 provider and guard (what answers) -> rewards (what scores) -> the run (its claim names both) ->
 service and scoring. ``daemon.py`` keeps them and closes them in reverse.
+
+Apart from ``daemon.py``, its one user: parts and their order here, sockets and signals there.
 """
 
 from __future__ import annotations

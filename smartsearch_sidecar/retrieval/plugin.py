@@ -13,6 +13,8 @@ The module is imported, the factory called and both methods run in eight threads
 own, several at once: **an object that is not safe for threads must lock for itself.** The methods
 are plain functions, not coroutines. A call that never returns holds its thread, but neither the
 loop nor the end of the process (``threads.py``).
+
+Apart from ``registry.py``, which opens it: one backend a file.
 """
 
 from __future__ import annotations

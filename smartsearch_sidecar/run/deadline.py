@@ -1,4 +1,7 @@
-"""A bound in time around a question that seldom has to wait."""
+"""A bound in time around a question that seldom has to wait.
+
+Apart from ``search/service.py``, its one user: a rule of time that is tested without a search.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A batch holds one slot and one deadline. Its searches are numbered in their order, each counted and
 recorded as if it had come alone, and run side by side; all of them are answered or none. The first
 failure closes the latch, and a closed latch admits nothing more; what is under way settles.
+
+Apart from ``web/other_clients.py``, its one user: the order of searches is no matter of a route.
 """
 
 from __future__ import annotations

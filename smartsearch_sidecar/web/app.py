@@ -3,6 +3,8 @@
 A handler raises only named errors; they become the answers of the table in `routes`. Until the run
 is claimed a rollout waits for it within its deadline; one that could not be served closes the latch
 as soon as there is a run.
+
+Apart from the daemon, its one user: routes here, the process there.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ same id twice. So a write whose fate is unknown may be tried again.
 
 What may break on the way, and when it is tried again, is in ``dialer.py``; how streams are followed
 in ``follower.py``; what is nats-py's in ``connection.py``.
+
+Apart from ``gate/cluster.py``, which opens it, so that only this folder speaks NATS.
 """
 
 from __future__ import annotations

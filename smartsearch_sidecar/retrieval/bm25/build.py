@@ -8,6 +8,8 @@ of one corpus agree byte for byte; any other plan (equal commits, two threads, a
 ties by chance.
 
 All of it happens in a hidden folder beside the index, which is renamed when it is complete.
+
+Apart from ``commands/index.py``, its one user: what an index is, is no matter of a command line.
 """
 
 from __future__ import annotations

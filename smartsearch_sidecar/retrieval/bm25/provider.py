@@ -3,6 +3,8 @@
 A question is words, never query syntax, so any text of the policy can be searched. Cost is
 linear in the postings of the words asked for, so stop words go while another word is left, and of
 many words the rarest are asked for.
+
+Apart from ``registry.py``, which opens it: one backend a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One connection: segments in, requests one after the other, and whether answers were taken."""
+"""One connection: segments in, requests one after the other, and whether answers were taken.
+
+Apart from ``server.py``, its one user: one connection here, what they share there.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ the table below names each one that the other files of this room lean on, and a 
 whether they are there and behave, with aiohttp's own parser and without a socket. A release inside
 the range of versions that passes is served; one that does not is refused by a sentence that names
 what is missing. ``server.py`` adds one exchange through our own classes.
+
+Apart from ``server.py``, which runs it: it has to import without the names that it looks for.
 """
 
 from __future__ import annotations

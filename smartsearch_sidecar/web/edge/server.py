@@ -1,4 +1,7 @@
-"""The door: the factory of connections, the listener, the end of both."""
+"""The door: the factory of connections, the listener, the end of both.
+
+Apart from the daemon, its one user, so that aiohttp's insides stay in this folder.
+"""
 
 from __future__ import annotations
 
