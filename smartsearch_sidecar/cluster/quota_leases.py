@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
-from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
 SEARCHES: Final = "searches"
 SCORES: Final = "scores"

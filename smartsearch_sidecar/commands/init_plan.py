@@ -16,7 +16,7 @@ import tomli_w
 from smartsearch_sidecar.config.messages import env_name
 from smartsearch_sidecar.config.schema import FIELDS
 from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
-from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
 SPARE: Final = 1.25
 """Factor of each quota: for resumed steps, a step more than planned, groups sampled again."""

@@ -188,13 +188,17 @@ class HelperClient:
         self._http.open()
         for attempt in itertools.count(1):
             try:
-                answer = await self._http.exchange(
-                    method,
-                    self._base + path,
-                    body,
-                    until=until,
-                    bytes_max=self._answer_bytes_max,
-                    json_only=True,
+                # In a task of its own: each piece of an answer wakes this one coroutine, and not
+                # all those that wait for it. Cancelled with it, as an awaited coroutine is.
+                answer = await asyncio.create_task(
+                    self._http.exchange(
+                        method,
+                        self._base + path,
+                        body,
+                        until=until,
+                        bytes_max=self._answer_bytes_max,
+                        json_only=True,
+                    )
                 )
             except ExchangeFailed as error:
                 last = error.failure is ExchangeFault.LATE or attempt >= self._connect_tries

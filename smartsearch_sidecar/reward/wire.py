@@ -18,19 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
-from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, Usage
 from smartsearch_sidecar.run.json_values import is_text
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
 TEMPERATURE: Final = 0.6
 STOP: Final = ("</answer>",)
 FINISHED: Final = frozenset({"stop", "length"})
 
 Kind = Literal["sglang", "completions"]
+
+
+class Usage(NamedTuple):
+    """Tokens of one helper call, as the helper measured them."""
+
+    input_tokens: int
+    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,22 @@ to the writer in the same step of the loop, so that the order of folding is that
 Numbers: searches, scores and helper calls each have a series of their own, counted from 1 without
 gaps in the order of admission. A number is never used twice, also not across a restart. Scores and
 helper calls are numbered per split (``train``, ``validation``), each with its own quotas.
+
+A split's quotas (``Meter``). Every helper call goes through three moments, each of them a record:
+
+    requested ─┬─ answered        its measured tokens take the place of its reservation
+               ├─ failed, usage   the same: a wrong, empty or over-long answer was paid for
+               ├─ failed          what it cost is unknown: the reservation stays for good
+               └─ failed, unsent  it was never sent: the reservation is given back
+
+A reservation is the most a call may write (``cap`` tokens), and it is made when the call is sent.
+So ``output_tokens + unknown_output_token_reservations`` always bounds what can have been spent, and
+it never exceeds the quota while the helper keeps to the cap; a helper that does not is counted
+honestly and failed by ``reward/helper.py``. A call whose reservation does not fit waits while
+others are unsettled, because most of them turn out cheaper than reserved; the quota is exhausted
+only when none is. Waiting ends: no call is admitted past one that waits for room of the same size,
+and every unsettled call is settled in one of the four ways above. Calls are counted and never given
+back, so a used-up number of calls is exhausted at once.
 """
 
 from __future__ import annotations
@@ -17,34 +33,176 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.helper_budget import Meter, Reservation
-from smartsearch_sidecar.run.record import (
-    Cause,
-    CheckpointAccepted,
-    CheckpointRefused,
-    DeliveryLost,
-    HelperAnswered,
-    HelperFailed,
-    HelperRequested,
-    LatchClosed,
-    Record,
-    RetrievalAnswered,
-    RetrievalDeclined,
-    RetrievalFailed,
-    RetrievalRequested,
-    RewardAnswered,
-    RewardFailed,
-    RewardRequested,
-    RewardReused,
-    RunClaimed,
-    RunClosed,
-    RunResumed,
-)
+from smartsearch_sidecar.run import record as kinds
+from smartsearch_sidecar.run.record import Cause, Record
+
+MAX_NEW_TOKENS: Final = 2048
+"""Output tokens a single helper call may write: the pinned scorer's own ``max_new_tokens``."""
+
+WAIT: Final = "wait"
+"""What ``admit`` answers while a reservation does not fit but still may."""
 
 VERDICT_WINDOW = 200  # the share of verdicts not understood is taken over so many, DESIGN section 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A call that may be sent: its number in the split's series, the output tokens kept for it."""
+
+    number: int
+    output_tokens: int
+
+
+_COUNTERS: Final = (
+    *("score_attempts", "score_responses", "model_attempts", "model_responses"),
+    *("input_tokens", "output_tokens", "unknown_output_token_reservations"),
+)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Quotas and usage of one split (``train`` or ``validation``); the seven counters are the
+    reference's, with its names.
+
+    Args:
+        max_calls: helper calls the split may send, failed ones included.
+        max_output_tokens: output tokens it may spend, reservations included.
+        cap: output tokens reserved per call.
+        max_scores: rollouts it may score, failed ones included; ``None`` for no bound.
+        section: where a person finds the quotas, for messages.
+    """
+
+    max_calls: int
+    max_output_tokens: int
+    cap: int = MAX_NEW_TOKENS
+    max_scores: int | None = None
+    section: str = "reward"
+    score_attempts: int = 0
+    score_responses: int = 0
+    model_attempts: int = 0
+    model_responses: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    unknown_output_token_reservations: int = 0
+    unsettled: set[int] = field(default_factory=set)
+    scoring: set[int] = field(default_factory=set)
+
+    def admit(self) -> Reservation | Literal["wait"]:
+        """The reservation that the next call would get; ``QuotaExhausted`` where no wait helps."""
+        if self.model_attempts >= self.max_calls:
+            raise errors.QUOTA_EXHAUSTED(
+                f"the split's {self.max_calls} helper calls ({self.section}.max_helper_calls) "
+                "are used up"
+            )
+        if self._fits():
+            return Reservation(self.model_attempts + 1, self.cap)
+        if self.unsettled:
+            return WAIT
+        raise errors.QUOTA_EXHAUSTED(
+            f"another helper call may write {self.cap} tokens, and of the split's "
+            f"{self.max_output_tokens} ({self.section}.max_output_tokens) "
+            f"{self.committed_output_tokens} are spent or may have been"
+        )
+
+    def admit_scores(self, count: int) -> range:
+        """The numbers the next ``count`` scores get, all of them or none. Changes nothing.
+
+        Raises ``QuotaExhausted``.
+        """
+        used = self.score_attempts
+        if self.max_scores is not None and used + count > self.max_scores:
+            raise errors.QUOTA_EXHAUSTED(
+                f"{count} more scores do not fit into {self.section}.max_scores "
+                f"({self.max_scores}, {used} used)"
+            )
+        return range(used + 1, used + 1 + count)
+
+    @property
+    def committed_output_tokens(self) -> int:
+        """Output tokens measured, plus those that calls of unknown usage may have written."""
+        return self.output_tokens + self.unknown_output_token_reservations
+
+    @property
+    def settled(self) -> bool:
+        """No score and no helper call is without its settlement."""
+        return not self.unsettled and not self.scoring
+
+    def usage(self) -> dict[str, int]:
+        """The seven counters, with the reference's names and in its order."""
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    # The fold, a method a record. Raises ``InvariantBroken`` for what cannot have happened.
+
+    def on_requested(self, number: int) -> None:
+        """``helper.requested``: call ``number`` is about to be sent."""
+        if number != self.model_attempts + 1:
+            raise errors.INTERNAL_ERROR(
+                f"helper call {number} was requested after call {self.model_attempts}"
+            )
+        if not self._fits():
+            raise errors.INTERNAL_ERROR(
+                f"helper call {number} was requested although no quota was left for it"
+            )
+        self.model_attempts = number
+        self.unknown_output_token_reservations += self.cap
+        self.unsettled.add(number)
+
+    def on_answered(self, number: int, input_tokens: int, output_tokens: int) -> None:
+        """``helper.answered``: the call's measured tokens take the place of its reservation."""
+        if any(type(count) is not int or count < 0 for count in (input_tokens, output_tokens)):
+            raise errors.INTERNAL_ERROR(f"helper call {number} has token counts that count nothing")
+        _settle(self.unsettled, number, "helper call")
+        self.model_responses += 1
+        self.input_tokens += input_tokens
+        self.output_tokens += output_tokens
+        self.unknown_output_token_reservations -= self.cap
+
+    def on_failed(
+        self, number: int, usage: tuple[int, int] | None = None, *, sent: bool = True
+    ) -> None:
+        """``helper.failed``; ``sent=False``: it was recorded and then not sent."""
+        if usage is not None:
+            if not sent:
+                raise errors.INTERNAL_ERROR(f"helper call {number} was measured but never sent")
+            self.on_answered(number, *usage)
+            return
+        _settle(self.unsettled, number, "helper call")
+        if not sent:
+            self.unknown_output_token_reservations -= self.cap
+
+    def on_score_requested(self, number: int) -> None:
+        """``reward.requested``: score ``number`` begins."""
+        used_up = self.max_scores is not None and self.score_attempts >= self.max_scores
+        if number != self.score_attempts + 1 or used_up:
+            raise errors.INTERNAL_ERROR(
+                f"score {number} was requested after score {self.score_attempts}, or over the quota"
+            )
+        self.score_attempts = number
+        self.scoring.add(number)
+
+    def on_score_answered(self, number: int) -> None:
+        """``reward.answered``: the score has a reward."""
+        self.on_score_failed(number)
+        self.score_responses += 1
+
+    def on_score_failed(self, number: int) -> None:
+        """``reward.failed``: the score never gets one."""
+        _settle(self.scoring, number, "score")
+
+    def _fits(self) -> bool:
+        return (
+            self.model_attempts < self.max_calls
+            and self.committed_output_tokens + self.cap <= self.max_output_tokens
+        )
+
+
+def _settle(open_numbers: set[int], number: int, what: str) -> None:
+    if number not in open_numbers:
+        raise errors.INTERNAL_ERROR(f"{what} {number} was settled without being open")
+    open_numbers.remove(number)
 
 
 class Phase(enum.StrEnum):
@@ -67,8 +225,7 @@ class Score:
 class Scores:
     """The rewards of a run: quotas and usage per split, what was given, what verdicts said.
 
-    ``given`` has the reward of each key (``reward.requested``); ``keys`` those of the scores that
-    are admitted and not settled.
+    ``given`` has the reward of each key (``reward.requested``); ``keys`` those of open scores.
     """
 
     splits: dict[str, Meter] = field(default_factory=dict)
@@ -133,8 +290,6 @@ class RunState:
     claim_sha256: str = ""
     scores: Scores = field(default_factory=Scores)
 
-    # --- decisions --------------------------------------------------------------------------------
-
     @property
     def closed(self) -> bool:
         """The latch is closed."""
@@ -146,7 +301,7 @@ class RunState:
         return not self.searching and self.scores.settled
 
     def refuse_closed(self) -> None:
-        """Raises ``LatchClosed`` once the run has failed."""
+        """Raises ``kinds.LatchClosed`` once the run has failed."""
         if self.closed:
             raise errors.LATCH_CLOSED("the run has failed and answers nothing more")
 
@@ -211,7 +366,7 @@ class RunState:
                     f"the records before it {own}"
                 )
 
-    def _claimed(self, record: RunClaimed) -> None:
+    def _claimed(self, record: kinds.RunClaimed) -> None:
         self.max_calls = record.max_calls
         self.claim_sha256 = record.claim_sha256
         for name, quotas in (record.reward or {}).items():
@@ -222,16 +377,14 @@ class RunState:
                 section="reward" if name == "train" else f"reward.{name}",
             )
 
-    def _resumed(self, record: RunResumed) -> None:
+    def _resumed(self, record: kinds.RunResumed) -> None:
         self.restarts += 1
 
-    def _run_closed(self, record: RunClosed) -> None:
+    def _run_closed(self, record: kinds.RunClosed) -> None:
         self._require_counts(record, record.usage)
         self.closed_cleanly = True
 
-    # Searches.
-
-    def _requested(self, record: RetrievalRequested) -> None:
+    def _requested(self, record: kinds.RetrievalRequested) -> None:
         self._require_open(record)
         if self.attempts >= self.max_calls:
             raise errors.LEDGER_CORRUPT(
@@ -244,22 +397,17 @@ class RunState:
         self.attempts = record.number
         self.searching.add(record.number)
 
-    def _settle(self, number: int) -> None:
-        if number not in self.searching:
-            raise errors.LEDGER_CORRUPT(f"search {number} was settled without being open")
-        self.searching.remove(number)
-
-    def _answered(self, record: RetrievalAnswered) -> None:
-        self._settle(record.number)
+    def _answered(self, record: kinds.RetrievalAnswered) -> None:
+        _settle(self.searching, record.number, "search")
         self.responses += 1
         self.cache[record.cache] += 1
         self.dropped_passages += len(record.dropped or ())
 
-    def _failed(self, record: RetrievalFailed) -> None:
-        self._settle(record.number)
+    def _failed(self, record: kinds.RetrievalFailed) -> None:
+        _settle(self.searching, record.number, "search")
         self.failed += 1
 
-    def _declined(self, record: RetrievalDeclined) -> None:
+    def _declined(self, record: kinds.RetrievalDeclined) -> None:
         self._require_open(record)
         if record.number != self.declined + 1:
             raise errors.LEDGER_CORRUPT(
@@ -268,16 +416,14 @@ class RunState:
         self.declined = record.number
         self.declined_by[record.reason] += 1
 
-    def _lost(self, record: DeliveryLost) -> None:
+    def _lost(self, record: kinds.DeliveryLost) -> None:
         if record.number is not None and not 0 < record.number <= self.attempts:
             raise errors.LEDGER_CORRUPT(
                 f"an answer to search {record.number} was never to be given"
             )
         self.lost += 1
 
-    # Rewards.
-
-    def _score_requested(self, record: RewardRequested) -> None:
+    def _score_requested(self, record: kinds.RewardRequested) -> None:
         self._require_open(record)
         scores = self.scores
         scores.meter(record.split).on_score_requested(record.number)
@@ -285,7 +431,7 @@ class RunState:
         scores.policy_blocks += record.policy_blocks or 0
         scores.broken_blocks += len(record.broken_blocks or ())
 
-    def _score_answered(self, record: RewardAnswered) -> None:
+    def _score_answered(self, record: kinds.RewardAnswered) -> None:
         scores = self.scores
         scores.meter(record.split).on_score_answered(record.number)
         key = scores.keys.pop((record.split, record.number))
@@ -294,36 +440,34 @@ class RunState:
             scores.verdicts[verdict] += 1
             scores.window.append(verdict == "other")
 
-    def _score_failed(self, record: RewardFailed) -> None:
+    def _score_failed(self, record: kinds.RewardFailed) -> None:
         self.scores.meter(record.split).on_score_failed(record.number)
         self.scores.keys.pop((record.split, record.number), None)
         self.scores.failed += 1
 
-    def _score_reused(self, record: RewardReused) -> None:
-        self.scores.meter(record.split)
+    def _score_reused(self, record: kinds.RewardReused) -> None:
+        self.scores.meter(record.split)  # raises where the split was never claimed
         self.scores.reused += 1
 
-    def _call_requested(self, record: HelperRequested) -> None:
+    def _call_requested(self, record: kinds.HelperRequested) -> None:
         self._require_open(record)
         self.scores.meter(record.split).on_requested(record.number)
 
-    def _call_answered(self, record: HelperAnswered) -> None:
+    def _call_answered(self, record: kinds.HelperAnswered) -> None:
         meter = self.scores.meter(record.split)
         meter.on_answered(record.number, record.input_tokens, record.output_tokens)
 
-    def _call_failed(self, record: HelperFailed) -> None:
+    def _call_failed(self, record: kinds.HelperFailed) -> None:
         meter = self.scores.meter(record.split)
         meter.on_failed(record.number, record.usage, sent=record.sent)
 
-    # Latch and checkpoints.
-
-    def _latched(self, record: LatchClosed) -> None:
+    def _latched(self, record: kinds.LatchClosed) -> None:
         if self.closed:
             raise errors.LEDGER_CORRUPT("the latch was closed twice")
         self.phase = Phase.CLOSED
         self.cause = record.cause
 
-    def _accepted(self, record: CheckpointAccepted) -> None:
+    def _accepted(self, record: kinds.CheckpointAccepted) -> None:
         self._require_open(record)
         if not self.settled:
             raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
@@ -331,26 +475,26 @@ class RunState:
         self.checkpoints_accepted += 1
         self.checkpoint_steps[record.step] += 1
 
-    def _refused(self, record: CheckpointRefused) -> None:
+    def _refused(self, record: kinds.CheckpointRefused) -> None:
         self.checkpoints_refused += 1
 
     _STEPS: ClassVar[Mapping[type[Record], Callable[[RunState, Any], None]]] = {
-        RunClaimed: _claimed,
-        RunResumed: _resumed,
-        RunClosed: _run_closed,
-        RetrievalRequested: _requested,
-        RetrievalAnswered: _answered,
-        RetrievalFailed: _failed,
-        RetrievalDeclined: _declined,
-        DeliveryLost: _lost,
-        RewardRequested: _score_requested,
-        RewardAnswered: _score_answered,
-        RewardFailed: _score_failed,
-        RewardReused: _score_reused,
-        HelperRequested: _call_requested,
-        HelperAnswered: _call_answered,
-        HelperFailed: _call_failed,
-        LatchClosed: _latched,
-        CheckpointAccepted: _accepted,
-        CheckpointRefused: _refused,
+        kinds.RunClaimed: _claimed,
+        kinds.RunResumed: _resumed,
+        kinds.RunClosed: _run_closed,
+        kinds.RetrievalRequested: _requested,
+        kinds.RetrievalAnswered: _answered,
+        kinds.RetrievalFailed: _failed,
+        kinds.RetrievalDeclined: _declined,
+        kinds.DeliveryLost: _lost,
+        kinds.RewardRequested: _score_requested,
+        kinds.RewardAnswered: _score_answered,
+        kinds.RewardFailed: _score_failed,
+        kinds.RewardReused: _score_reused,
+        kinds.HelperRequested: _call_requested,
+        kinds.HelperAnswered: _call_answered,
+        kinds.HelperFailed: _call_failed,
+        kinds.LatchClosed: _latched,
+        kinds.CheckpointAccepted: _accepted,
+        kinds.CheckpointRefused: _refused,
     }

@@ -31,8 +31,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.ledger.writer import Receipt
 from smartsearch_sidecar.reward.wire import HelperAnswer
-from smartsearch_sidecar.run.helper_budget import WAIT, Reservation
 from smartsearch_sidecar.run.record import HelperAnswered, HelperFailed, HelperRequested
+from smartsearch_sidecar.run.state import WAIT, Reservation
 from smartsearch_sidecar.scoring.rows import Row
 
 T = TypeVar("T")

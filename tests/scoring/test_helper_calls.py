@@ -12,7 +12,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.helper import HelperClient
 from smartsearch_sidecar.reward.wire import HelperAnswer
-from smartsearch_sidecar.run.helper_budget import Meter, Reservation
+from smartsearch_sidecar.run.state import Meter, Reservation
 from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, QuotaGate, to_the_end
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.raised import raises

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.helper_budget import MAX_NEW_TOKENS, WAIT, Meter, Reservation
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS, WAIT, Meter, Reservation
 from tests.fakes.raised import raises
 
 
