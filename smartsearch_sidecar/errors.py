@@ -223,6 +223,27 @@ _RETRIEVAL_FAILED: Final = Told(
 _RESPONSE_UNDELIVERED: Final = Told("response_undelivered", 502, "The client had left.")
 _REWARD_FAILED: Final = Told("reward_failed", 502, _NO_REWARD)
 
+_PROVIDER: Final = (
+    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
+    "doctor`."
+)
+
+
+def _closes(family: type[Raised], answer: Told, remedy: str) -> Failure[Raised]:
+    """A row that closes the latch under its own code."""
+    return Failure(family, answer, answer.code, remedy)
+
+
+def _no_reward(family: type[Raised], code: str, remedy: str) -> Failure[Raised]:
+    """A row under which a reward request gets no score."""
+    return _closes(family, Told(code, 502, _NO_REWARD), remedy)
+
+
+def _helper(code: str, fault: str) -> Failure[HelperFault]:
+    """A row of a helper whose own log says more."""
+    return _no_reward(HelperFault, code, f"Look at the helper's own log: {fault}")
+
+
 # --- misuse: found before a run begins, or by a command; exit 2 -----------------------------------
 
 USAGE: Final = Failure(UsageError, Told("usage"))
@@ -368,22 +389,15 @@ INVALID_SEARCH_REQUEST: Final = Failure(
     "A search request is not of the documented shape: compare its client with the route's form.",
 )
 # A protocol tag in a query, with `on_invalid_query = "latch"`: an attempt that failed.
-QUERY_TAGGED: Final = Failure(
-    SidecarError,
-    _RETRIEVAL_FAILED,
-    "retrieval_failed",
-    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
-    "doctor`.",
-)
+QUERY_TAGGED: Final = _closes(SidecarError, _RETRIEVAL_FAILED, _PROVIDER)
 
 # --- the client: it was gone before its answer was handed over ------------------------------------
 
 # Whether this closes the latch, `execute.on_undelivered` says.
 CLIENT_GONE: Final = Failure(SidecarError, _RESPONSE_UNDELIVERED)
-RESPONSE_UNDELIVERED: Final = Failure(
+RESPONSE_UNDELIVERED: Final = _closes(
     SidecarError,
     _RESPONSE_UNDELIVERED,
-    "response_undelivered",
     "A rollout gave up before its answer: see whether searches or the disk are slow (the charts "
     "below), and whether a rollout process was killed.",
 )
@@ -398,10 +412,9 @@ BUSY: Final = Failure(
     "server.connections_max, or see why searches are slow.",
     as_reward=REWARD_BUSY,
 )
-QUOTA_EXHAUSTED: Final = Failure(
+QUOTA_EXHAUSTED: Final = _closes(
     SidecarError,
     Told("quota_exhausted", 429, "The run's quota is used up."),
-    "quota_exhausted",
     "The run has used what it was allowed: raise the quota named in the detail for the next run, "
     "after asking whether so much use was meant.",
 )
@@ -411,20 +424,8 @@ LATCH_CLOSED: Final = Failure(SidecarError, _RETRIEVAL_FAILED, as_reward=REWARD_
 
 # --- the provider: what a search met --------------------------------------------------------------
 
-PROVIDER_FAULT: Final = Failure(
-    ProviderFault,
-    _RETRIEVAL_FAILED,
-    "retrieval_failed",
-    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
-    "doctor`.",
-)
-PROVIDER_TRANSPORT: Final = Failure(
-    ProviderTransport,
-    _RETRIEVAL_FAILED,
-    "retrieval_failed",
-    "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
-    "doctor`.",
-)
+PROVIDER_FAULT: Final = _closes(ProviderFault, _RETRIEVAL_FAILED, _PROVIDER)
+PROVIDER_TRANSPORT: Final = _closes(ProviderTransport, _RETRIEVAL_FAILED, _PROVIDER)
 # Corpus or index are not the ones the run was claimed with.
 IDENTITY_CHANGED: Final = Failure(
     RetrievalError,
@@ -446,10 +447,9 @@ DOCUMENT_DRIFT: Final = Failure(
     "A document has other contents than earlier in this run: the retriever's corpus was changed, "
     "or several retrievers with different ones answer in turn.",
 )
-DEADLINE_PASSED: Final = Failure(
+DEADLINE_PASSED: Final = _closes(
     SidecarError,
     Told("deadline", 504, "The search was still running at its deadline."),
-    "deadline",
     "A search took too long: see whether the retriever or this machine is overloaded; "
     "execute.deadline_seconds must stay under the rollout's own 10 seconds.",
 )
@@ -462,41 +462,34 @@ REQUEST_CANCELLED: Final = Failure(
 
 # --- the ledger, restarts, the operator, and a broken promise of our own --------------------------
 
-LEDGER_FAILED: Final = Failure(
+LEDGER_FAILED: Final = _closes(
     LedgerFailed,
     Told(
         "ledger_failed", 503, "The ledger cannot record; nothing is answered that is not recorded."
     ),
-    "ledger_failed",
     "The disk took no more: free space or mount it writable, and look at the kernel's log for "
     "I/O errors.",
 )
 LEDGER_CORRUPT: Final = Failure(LedgerCorrupt, Told("ledger_corrupt"))
-UNRESOLVED_AFTER_RESTART: Final = Failure(
+UNRESOLVED_AFTER_RESTART: Final = _closes(
     SidecarError,
     Told("unresolved_after_restart"),
-    "unresolved_after_restart",
     "The process died with work in flight: find out why (memory, a signal, the node), because "
     "rollouts met that outage as text.",
 )
-UNCLEAN_RESTART: Final = Failure(
+UNCLEAN_RESTART: Final = _closes(
     SidecarError,
     Told("unclean_restart"),
-    "unclean_restart",
     "The process died and came back: rollouts that asked meanwhile met an error as text. Find "
     "out why it died.",
 )
 # Closed by hand: `POST /latch`, or the trainer's own integration.
-OPERATOR: Final = Failure(
-    SidecarError,
-    Told("operator"),
-    "operator",
-    "Somebody closed this run by hand: the reason is in the detail.",
+OPERATOR: Final = _closes(
+    SidecarError, Told("operator"), "Somebody closed this run by hand: the reason is in the detail."
 )
-INTERNAL_ERROR: Final = Failure(
+INTERNAL_ERROR: Final = _closes(
     InvariantBroken,
     Told("internal_error", 500, "The sidecar broke a promise of its own; the run is over."),
-    "internal_error",
     "The sidecar broke a promise of its own: keep the run directory and the log, and report both.",
 )
 
@@ -505,11 +498,8 @@ INTERNAL_ERROR: Final = Failure(
 # Each one closes the latch under its own name: the pinned trainer swallows an exception and scores
 # the batch again, so a refusal that only raised would be trained over.
 
-REWARD_FAILED: Final = Failure(
-    SidecarError,
-    _REWARD_FAILED,
-    "reward_failed",
-    "No reward could be given: the detail names the step.",
+REWARD_FAILED: Final = _closes(
+    SidecarError, _REWARD_FAILED, "No reward could be given: the detail names the step."
 )
 REWARD_CANCELLED: Final = Failure(
     SidecarError,
@@ -524,77 +514,67 @@ REWARD_DEADLINE: Final = Failure(
     "A batch took longer than reward.deadline_seconds: see whether the helper is slow, or send "
     "fewer rows.",
 )
-REFERENCE_MISMATCH: Final = Failure(
+REFERENCE_MISMATCH: Final = _closes(
     SidecarError,
     Told(
         "reference_mismatch", 409, "Question and answers are not those of the declared references."
     ),
-    "reference_mismatch",
     "A rollout's question or answers are not in reward.references: point it at the files the "
     "trainer reads.",
 )
-NO_USER_TURN: Final = Failure(
+NO_USER_TURN: Final = _closes(
     SidecarError,
     Told("no_user_turn", 409, "The text has no user turn: keep special tokens when decoding."),
-    "no_user_turn",
     "Special tokens were lost: decode rollouts with skip_special_tokens=False.",
 )
-TEMPLATE_DIFFERS: Final = Failure(
+TEMPLATE_DIFFERS: Final = _closes(
     SidecarError,
     Told(
         "template_differs",
         409,
         "The scorer cannot read the text: chat template or decoding differ.",
     ),
-    "template_differs",
     "The scorer cannot read the rollout: chat template or decoding differ from the pinned "
     "trainer's.",
 )
-SOLUTION_TOO_LONG: Final = Failure(
+SOLUTION_TOO_LONG: Final = _closes(
     SidecarError,
     Told("solution_too_long", 413, "The rollout is over reward.max_input_bytes."),
-    "solution_too_long",
     "A rollout is over reward.max_input_bytes: raise it, or see why it is so long.",
 )
-SOURCE_CHANGED: Final = Failure(
+SOURCE_CHANGED: Final = _no_reward(
     SidecarError,
-    Told("source_changed", 502, _NO_REWARD),
     "source_changed",
     "The scorer's source changed on disk while the run was served: put the verified one back.",
 )
-SCORER_FAILED: Final = Failure(
+SCORER_FAILED: Final = _no_reward(
     ScorerFailed,
-    Told("scorer_failed", 502, _NO_REWARD),
     "scorer_failed",
     "The pinned scorer raised: the detail names where; compare checkout and data.",
 )
-NONFINITE_REWARD: Final = Failure(
+NONFINITE_REWARD: Final = _no_reward(
     SidecarError,
-    Told("nonfinite_reward", 502, _NO_REWARD),
     "nonfinite_reward",
     "The scorer gave no finite number: keep the rollout named in the journal.",
 )
-PROMPTS_DIFFER: Final = Failure(
+PROMPTS_DIFFER: Final = _no_reward(
     SidecarError,
-    Told("prompts_differ", 502, _NO_REWARD),
     "prompts_differ",
     "The scorer asked other prompts in its second pass: it is not the pinned one, or not "
     "deterministic; set reward.side_by_side = false.",
 )
-PROVENANCE_BROKEN: Final = Failure(
+PROVENANCE_BROKEN: Final = _closes(
     ProvenanceBroken,
     Told(
         "provenance_broken",
         409,
         "A result block is no answer of this run; ask /health for the cause.",
     ),
-    "provenance_broken",
     "A rollout holds a result this run never gave: it met an error on the way. Look for a proxy, "
     "a timeout or a restart, and set NO_PROXY=127.0.0.1.",
 )
-VERDICTS_UNPARSED: Final = Failure(
+VERDICTS_UNPARSED: Final = _no_reward(
     SidecarError,
-    Told("verdicts_unparsed", 502, _NO_REWARD),
     "verdicts_unparsed",
     "The helper writes neither 0 nor 1 too often, and each such verdict counts as correct: look "
     "at its answers with `ledger show`, and at its model and template.",
@@ -602,122 +582,68 @@ VERDICTS_UNPARSED: Final = Failure(
 
 # --- the helper: why a call gave no usable verdict ------------------------------------------------
 
-_HELPER = "Look at the helper's own log"
-
-HELPER_FAILED: Final = Failure(
-    HelperFault,
-    Told("helper_failed", 502, _NO_REWARD),
-    "helper_failed",
-    f"{_HELPER}: it did not answer as its protocol says.",
-)
-HELPER_UNREACHABLE: Final = Failure(
+HELPER_FAILED: Final = _helper("helper_failed", "it did not answer as its protocol says.")
+HELPER_UNREACHABLE: Final = _no_reward(
     HelperUnreachable,
-    Told("helper_unreachable", 502, _NO_REWARD),
     "helper_unreachable",
-    f"{_HELPER}: nothing takes connections at reward.helper.url.",
+    "Look at the helper's own log: nothing takes connections at reward.helper.url.",
 )
 # The exchange broke after something had been sent.
-HELPER_TRANSPORT: Final = Failure(
-    HelperFault,
-    Told("helper_transport", 502, _NO_REWARD),
-    "helper_transport",
-    f"{_HELPER}: the connection broke.",
+HELPER_TRANSPORT: Final = _helper("helper_transport", "the connection broke.")
+HELPER_TRUNCATED: Final = _helper("helper_truncated", "it broke off in the middle of an answer.")
+HELPER_TIMEOUT: Final = _helper(
+    "helper_timeout", "it was slower than reward.helper.timeout_seconds."
 )
-HELPER_TRUNCATED: Final = Failure(
-    HelperFault,
-    Told("helper_truncated", 502, _NO_REWARD),
-    "helper_truncated",
-    f"{_HELPER}: it broke off in the middle of an answer.",
-)
-HELPER_TIMEOUT: Final = Failure(
-    HelperFault,
-    Told("helper_timeout", 502, _NO_REWARD),
-    "helper_timeout",
-    f"{_HELPER}: it was slower than reward.helper.timeout_seconds.",
-)
-HELPER_STATUS: Final = Failure(
-    HelperFault,
-    Told("helper_status", 502, _NO_REWARD),
-    "helper_status",
-    f"{_HELPER}: it answered with an error status.",
-)
+HELPER_STATUS: Final = _helper("helper_status", "it answered with an error status.")
 # A redirect is never followed: the prompt holds reference answers.
-HELPER_REDIRECT: Final = Failure(
+HELPER_REDIRECT: Final = _no_reward(
     HelperFault,
-    Told("helper_redirect", 502, _NO_REWARD),
     "helper_redirect",
     "The helper's address redirects: put the final one into reward.helper.url.",
 )
-HELPER_ANSWER_INVALID: Final = Failure(
-    HelperFault,
-    Told("helper_answer_invalid", 502, _NO_REWARD),
-    "helper_answer_invalid",
-    f"{_HELPER}: its answer is not of the protocol's shape.",
+HELPER_ANSWER_INVALID: Final = _helper(
+    "helper_answer_invalid", "its answer is not of the protocol's shape."
 )
-HELPER_NOT_JSON: Final = Failure(
+HELPER_NOT_JSON: Final = _no_reward(
     HelperFault,
-    Told("helper_not_json", 502, _NO_REWARD),
     "helper_not_json",
     "What answers at reward.helper.url is no helper: a proxy or a login page.",
 )
-HELPER_EMPTY: Final = Failure(
-    HelperFault,
-    Told("helper_empty", 502, _NO_REWARD),
-    "helper_empty",
-    f"{_HELPER}: an empty text would have counted as a correct round.",
+HELPER_EMPTY: Final = _helper(
+    "helper_empty", "an empty text would have counted as a correct round."
 )
-HELPER_USAGE_MISSING: Final = Failure(
-    HelperFault,
-    Told("helper_usage_missing", 502, _NO_REWARD),
-    "helper_usage_missing",
-    f"{_HELPER}: it must say how many tokens it read and wrote.",
+HELPER_USAGE_MISSING: Final = _helper(
+    "helper_usage_missing", "it must say how many tokens it read and wrote."
 )
-HELPER_FINISH_REASON: Final = Failure(
-    HelperFault,
-    Told("helper_finish_reason", 502, _NO_REWARD),
-    "helper_finish_reason",
-    f"{_HELPER}: it stopped for a reason other than stop or length.",
+HELPER_FINISH_REASON: Final = _helper(
+    "helper_finish_reason", "it stopped for a reason other than stop or length."
 )
-HELPER_IDENTITY: Final = Failure(
+HELPER_IDENTITY: Final = _no_reward(
     HelperIdentity,
-    Told("helper_identity", 502, _NO_REWARD),
     "helper_identity",
     "The helper serves another model than reward.helper declares: put the declared one back.",
 )
-HELPER_OVERLONG: Final = Failure(
-    HelperFault,
-    Told("helper_overlong", 502, _NO_REWARD),
-    "helper_overlong",
-    f"{_HELPER}: it ignored the limit of tokens it was given.",
-)
+HELPER_OVERLONG: Final = _helper("helper_overlong", "it ignored the limit of tokens it was given.")
 # Recorded but not sent, because another call of its batch had failed: it costs nothing.
-HELPER_NOT_SENT: Final = Failure(
-    HelperFault,
-    Told("helper_not_sent", 502, _NO_REWARD),
-    "helper_not_sent",
-    f"{_HELPER}: another call of the same batch failed first.",
-)
+HELPER_NOT_SENT: Final = _helper("helper_not_sent", "another call of the same batch failed first.")
 
 # --- many nodes -----------------------------------------------------------------------------------
 
-CLUSTER_UNREACHABLE: Final = Failure(
+CLUSTER_UNREACHABLE: Final = _closes(
     ClusterUnreachable,
     Told("cluster_unreachable", 503, "The servers between the run's nodes are not reached."),
-    "cluster_unreachable",
     "The NATS servers were away for longer than cluster.lost_seconds, or a request could not "
     "wait for them: look at their logs and at the network to cluster.nats_url.",
 )
-CLUSTER_UNREADABLE: Final = Failure(
+CLUSTER_UNREADABLE: Final = _closes(
     ClusterUnreadable,
     Told("cluster_unreadable", 503, "The run's nodes do not understand each other; ask /health."),
-    "cluster_unreadable",
     "Something else wrote to this run's keys: use one version on every node, and a "
     "cluster.run_id that no other run has.",
 )
-NODE_LOST: Final = Failure(
+NODE_LOST: Final = _closes(
     SidecarError,
     Told("node_lost", 503, "A node of the run is lost; ask /health for the cause."),
-    "node_lost",
     "The node named in the detail was silent for cluster.lost_seconds, or never joined: look at "
     "its machine, its sidecar's log and its way to the NATS servers.",
 )

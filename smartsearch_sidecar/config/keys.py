@@ -211,10 +211,13 @@ Words = Annotated[
     str, _fitting(lambda value: 0 < len(value) <= 1024), Allowed("1 to 1024 characters")
 ]
 
+PROVIDERS: Final = ("bm25", "flashrag")
+"""Every backend of this package, by the name of its folder in ``retrieval/``."""
+
 ProviderName = Annotated[
     str,
-    _matching(r"bm25|flashrag|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"),
-    Allowed("bm25, flashrag or package.module:factory"),
+    _matching("|".join((*PROVIDERS, r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"))),
+    Allowed(f"{', '.join(PROVIDERS)} or package.module:factory"),
 ]
 
 Route = Literal["execute", "search", "retrieve"]

@@ -1,12 +1,12 @@
-"""From ``retrieval.provider`` to an open provider. The only place that knows every backend."""
+"""From ``retrieval.provider`` to an open provider: a backend's folder has the name of its key."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from importlib import import_module
 
-from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.config.keys import PROVIDERS
 from smartsearch_sidecar.retrieval.provider import Provider
 
 Progress = Callable[[int, int], None]
@@ -18,18 +18,12 @@ async def open_configured(config: Config, progress: Progress | None = None) -> P
     ``progress`` gets bytes verified and bytes in all. Raises ``IndexUnusable``, ``ConfigError`` or
     a ``RetrievalError`` with a sentence for the operator.
     """
-    retrieval = config.retrieval
-    if retrieval.provider == "bm25":
-        from smartsearch_sidecar.retrieval.bm25.provider import open_provider
+    name = config.retrieval.provider
+    # Only the backend that is used is imported: each brings libraries that take long to load.
+    if name not in PROVIDERS:
+        from smartsearch_sidecar.retrieval.plugin import open_plugin
 
-        index = retrieval.bm25.index
-        if index is None:
-            raise errors.CONFIG_INVALID("retrieval.bm25.index is not set: name the index to serve")
-        return await asyncio.to_thread(open_provider, index, progress)
-    if retrieval.provider == "flashrag":
-        from smartsearch_sidecar.retrieval.flashrag.provider import from_config
-
-        return await from_config(retrieval.flashrag)
-    from smartsearch_sidecar.retrieval.plugin import open_plugin
-
-    return await open_plugin(retrieval.provider)
+        return await open_plugin(name)
+    backend = import_module(f"smartsearch_sidecar.retrieval.{name}.provider")
+    opened: Provider = await backend.open_configured(config, progress)
+    return opened

@@ -20,6 +20,7 @@ from typing import Any, Final
 from tantivy import Occur, Query
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.retrieval.bm25.analysis import (
     CONTENTS,
     ID,
@@ -159,6 +160,14 @@ def verify_and_open(folder: str | Path, *, progress: Progress | None = None) -> 
     ``progress`` gets bytes verified and bytes in all. Raises ``IndexUnusable``.
     """
     return Bm25Index(open_verified(Path(folder), progress))
+
+
+async def open_configured(config: Config, progress: Progress | None = None) -> Bm25Provider:
+    """The provider of ``[retrieval.bm25]``. Raises ``ConfigError`` or ``IndexUnusable``."""
+    index = config.retrieval.bm25.index
+    if index is None:
+        raise errors.CONFIG_INVALID("retrieval.bm25.index is not set: name the index to serve")
+    return await asyncio.to_thread(open_provider, index, progress)
 
 
 def open_provider(folder: str | Path, progress: Progress | None = None) -> Bm25Provider:

@@ -13,6 +13,8 @@ alone, so the others are answered. Where ``/batch_search`` is missing (404, 405)
 side by side through ``/search``.
 
 Corpus and index are declared by the operator; ``canaries`` defend the declaration.
+
+Apart from ``registry.py``, which opens it by its name: one backend a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, TypeVar
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import FlashRagSection
+from smartsearch_sidecar.config import Config, FlashRagSection
 from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.retrieval import canaries as canary_file
 from smartsearch_sidecar.retrieval.canaries import CANARY_SECONDS, CanaryWatch
@@ -126,6 +128,11 @@ class _Exchange:
                 return errors.PROVIDER_FAULT(f"{subject} more than {bytes_max} bytes")
             case _:
                 return errors.PROVIDER_FAULT(f"{subject} something that is not HTTP ({error.why})")
+
+
+async def open_configured(config: Config, _progress: object = None) -> FlashragProvider:
+    """The provider of ``[retrieval.flashrag]``, started; nothing of it is verified here."""
+    return await from_config(config.retrieval.flashrag)
 
 
 async def from_config(settings: FlashRagSection) -> FlashragProvider:
