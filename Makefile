@@ -49,6 +49,16 @@ test: setup ## the whole suite, without soak and benchmarks
 quick: setup ## the tests that need no other process, in less than a minute
 	$(BIN)/python -m pytest $(QUICK) $(PYTEST)
 
+cover: setup ## what `make quick` covers of the package, and whether that is less than pyproject.toml asks for
+	$(BIN)/python -m pytest $(QUICK) --cov --cov-report= $(PYTEST)
+	$(BIN)/coverage report
+
+lowest: setup ## `make quick` with the lowest versions pyproject.toml allows of what it names
+	bash .ci/quick lowest $(firstword $(shell command -v python3.11) $(BIN)/python) requirements/lowest.txt
+
+pythons: setup ## `make quick` on every other supported Python that is found
+	bash .ci/pythons
+
 check: setup ## format, lint, types, arrows and doors
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -84,6 +94,8 @@ lock: ## resolve the dependencies again and write requirements/*.txt
 	$(call compile,pyproject.toml --extra parquet --extra cluster -c requirements/dev.txt,full)
 	$(call compile,pyproject.toml -c requirements/dev.txt,runtime)
 	$(call compile,requirements/build.in -c requirements/dev.txt,build)
+	$(call compile,pyproject.toml --extra dev --no-emit-package smartsearch-sidecar \
+		--no-emit-package ray --resolution lowest-direct,lowest)
 
 clean: ## remove everything that was made, except runs/
 	rm -rf $(VENV) $(CACHE) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -13,6 +13,8 @@ import pytest
 import uvloop
 from blockbuster import BlockBusterFunction, blockbuster_ctx
 
+from tests.fakes.pinned_scorer import MISSING
+
 # How long an example takes says more of the machine than of the code.
 hypothesis.settings.register_profile("sidecar", deadline=None)
 hypothesis.settings.load_profile("sidecar")
@@ -149,6 +151,13 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
         report.outcome = "failed"
         report.longrepr = f"a file was skipped in CI: {report.longrepr}"
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A run that lacks the pinned scorer says so, whatever else it prints of skipped tests."""
+    for report in terminalreporter.stats.get("skipped", []):
+        if isinstance(report, pytest.TestReport) and MISSING in _reason(report):
+            terminalreporter.write_line(f"WARNING: {MISSING}", red=True, bold=True)
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import types
@@ -18,11 +17,11 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.scorer import Scorer, VerdictCounts
 from smartsearch_sidecar.reward.source import verify_file
+from tests.fakes.pinned_scorer import MISSING, pinned_scorer
 from tests.fakes.raised import raises
 from tests.fakes.rollouts import Case, answered, cases, final, rollout
 
 FAKE = Path(__file__).parents[1] / "fakes" / "scorer_source.py"
-PINNED_VARIABLE = "SMARTSEARCH_SIDECAR_PINNED_SCORER"
 
 
 def scorer_of(path: Path) -> Scorer:
@@ -98,10 +97,12 @@ def test_rewards_equal_the_source_run_in_one_piece(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.may_skip("the pinned file is the operator's, never shipped")
-@pytest.mark.skipif(PINNED_VARIABLE not in os.environ, reason=f"{PINNED_VARIABLE} names no file")
 def test_rewards_equal_the_pinned_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pinned file itself, run locally, must give the same rewards."""
-    assert len(check_equal(Path(os.environ[PINNED_VARIABLE]), 2000, monkeypatch)) > 8
+    path = pinned_scorer()
+    if path is None:
+        pytest.skip(MISSING)
+    assert len(check_equal(path, 2000, monkeypatch)) > 8
 
 
 def test_a_tuple_counts_as_a_list(scorer: Scorer) -> None:
