@@ -41,6 +41,15 @@ LONG_FIRST = (
     "tests/cluster/test_membership_wired.py",
 )
 
+# Cases by the hundred, generated or swept: their time goes to `make test` and not to `make quick`.
+SWEEPS = (
+    *("tests/parity/", "tests/property/", "tests/crash/", "tests/test_fault_"),
+    *("tests/cluster/test_membership_wired.py", "tests/cluster/test_rewards.py"),
+    *("tests/cluster/test_wiring.py", "tests/cluster/test_chaos.py", "tests/run/test_record.py"),
+    *("tests/retrieval/test_bm25.py", "tests/retrieval/test_flashrag_served.py"),
+    *("tests/retrieval/test_index_build.py", "tests/web/test_edge_hostile.py"),
+)
+
 # The audit events of a process that starts; the program is the first value, where there is one.
 STARTS = {"subprocess.Popen", "os.posix_spawn", "os.system", "os.fork"}
 # A test may ask git about this checkout, and a library the machine for its name, and still be one
@@ -70,9 +79,12 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": LOOPS["uvloop"]}
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the order within a file stays."""
+    """Marks the sweeps. The longest files come first; the order within a file stays."""
+    for item in items:
+        if item.nodeid.startswith(SWEEPS):
+            item.add_marker(pytest.mark.sweep)
     place = {name: number for number, name in enumerate(LONG_FIRST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
