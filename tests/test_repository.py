@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import smartsearch_sidecar
@@ -395,6 +396,28 @@ def test_locks_hold_what_the_project_asks_for() -> None:
             version = pins.get(canonicalize_name(requirement.name))
             assert version is not None, f"{requirement.name} is not in {lock}.txt: make lock"
             assert requirement.specifier.contains(version), f"{requirement} against {version}"
+
+
+def test_the_lowest_lock_is_the_lowest() -> None:
+    """What `make lowest` installs is the lower end of every range of the project."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["parquet"], *extras["cluster"], *extras["dev"][1:]]
+    pins = _pins(ROOT / "requirements" / "lowest.txt")
+    above = {}
+    for requirement in map(Requirement, asked):
+        if requirement.name == "ray":  # the quick tests start no cluster, and it is large
+            continue
+        version, bound = pins[canonicalize_name(requirement.name)], _lower_bound(requirement)
+        # A bound of two numbers is held by every patch release under it.
+        if not SpecifierSet(f"=={bound}.*").contains(version):
+            above[requirement.name] = f"{version}, while the range begins with {bound}"
+    assert not above, f"`make lock`, or name the lowest release that there is: {above}"
+
+
+def _lower_bound(requirement: Requirement) -> str:
+    (bound,) = [one.version for one in requirement.specifier if one.operator in (">=", "==")]
+    return bound.removesuffix(".*")
 
 
 def _build_requirements() -> list[str]:
