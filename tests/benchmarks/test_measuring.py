@@ -35,6 +35,7 @@ def bench(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @needs_wrk
 @CI_MAY_LACK_WRK
+@pytest.mark.process
 def test_a_tiny_run_measures_and_writes(tmp_path: Path) -> None:
     """One command leaves each case's figures, what they are compared with, a plot; no ledgers."""
     out = tmp_path / "bench"
@@ -64,6 +65,7 @@ def test_a_tiny_run_measures_and_writes(tmp_path: Path) -> None:
     "kind, words",
     [("bare", ()), ("layer", ("7",)), pytest.param("reference", ("0",), marks=needs_reference)],
 )
+@pytest.mark.process
 def test_peers_answer_the_same_load(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
     """What stands beside us takes the very requests we take, and refuses none."""
     with peer(tmp_path, kind, *words) as target:
