@@ -49,8 +49,10 @@ test: setup ## the whole suite, without soak and benchmarks
 quick: setup ## what needs no other process and sweeps over no hundreds of cases: about a minute
 	$(BIN)/python -m pytest $(QUICK) $(PYTEST)
 
-cover: setup ## what the tests in their own process cover, and whether it is less than pyproject.toml asks for
-	$(BIN)/python -m pytest $(IN_PROCESS) --cov --cov-report= $(PYTEST)
+# A thread that begins while another is being traced stays untraced (CPython 3.11): no fault of a test.
+cover: setup ## what `make quick` covers of the package, and whether that is less than pyproject.toml asks for
+	$(BIN)/python -m pytest $(QUICK) -W ignore::pytest.PytestUnraisableExceptionWarning \
+		--cov --cov-report= $(PYTEST)
 	$(BIN)/coverage report
 
 lowest: setup ## `make quick` with the lowest versions pyproject.toml allows of what it names
@@ -102,7 +104,6 @@ clean: ## remove everything that was made, except runs/
 	find smartsearch_sidecar tests config -name __pycache__ -prune -exec rm -rf {} +
 
 # What needs no process of its own fills the cores by itself.
-IN_PROCESS = -n $(shell nproc) $(SPREAD) -m 'not soak and not process'
 QUICK = -n $(shell nproc) $(SPREAD) -m 'not soak and not process and not sweep'
 
 # --- what the targets above are made of ----------------------------------------------------------
