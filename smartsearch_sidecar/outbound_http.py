@@ -97,16 +97,15 @@ class OutboundHttp:
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
-    def open(self) -> None:
-        """Makes the pool, once, on the running loop; no connection yet.
-
-        Raises:
-            InvariantBroken: it was closed before.
+    def open(self) -> aiohttp.ClientSession:
+        """Makes the pool, once, on the running loop; no connection yet. Raises ``InvariantBroken``
+        where it was closed before.
         """
         if self._closed:
             raise errors.INTERNAL_ERROR("a service was asked after its client had been closed")
         if self._session is None:
             self._session = self._made()
+        return self._session
 
     async def close(self) -> None:
         """Closes the pool for good; exchanges that are under way are broken off."""
@@ -135,13 +134,9 @@ class OutboundHttp:
 
         Raises:
             ExchangeFailed: there is no usable answer.
-            InvariantBroken: the pool is not open.
+            InvariantBroken: the pool is closed.
         """
-        session = self._session
-        if session is None:
-            raise errors.INTERNAL_ERROR(
-                "a service was asked before its client was opened or after close"
-            )
+        session = self.open()
         reached = _Reached()
         try:
             async with asyncio.timeout_at(until):

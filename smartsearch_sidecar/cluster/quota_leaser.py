@@ -204,18 +204,19 @@ class QuotaLeaser:
         finally:
             del self._needs[waiter]
 
-    def room_to_call(self, split: str) -> bool:
+    def room_to_call(self, split: str, wanted: int) -> int:
         """See ``run.shared_quota.Allowance``."""
         meter = self._state.scores.splits[split]
         calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
         used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}
         need = {calls: 1, tokens: meter.cap}
-        if all(self._lease.fits(name, used[name], need[name]) for name in need):
+        room = min(self._lease.left(name, used[name]) // need[name] for name in need)
+        if room > 0:
             self._calls.pop(split, None)
             self._calls_asked.pop(split, None)
             for name in need:
                 self._ahead(name, used[name])
-            return True
+            return min(wanted, room)
         asked = self._calls_asked.get(split)
         # A call that is not settled yet gives back tokens as a rule, but never itself.
         may_settle = meter.unsettled and self._lease.fits(calls, used[calls])
@@ -224,7 +225,7 @@ class QuotaLeaser:
         if asked is None or self._ended > asked:
             self._calls[split], self._calls_asked[split] = need, self._begun
             self._asked.set()
-        return False
+        return 0
 
     def _ahead(self, name: str, used: int) -> None:
         # Not while a round is under way: the first request after it sees what it brought.

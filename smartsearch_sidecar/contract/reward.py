@@ -6,6 +6,7 @@ user turn, are questions for ``reward/``; no message holds a text or an answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ DATA_SOURCE: Final = "re_call"
 
 _REQUIRED: Final = frozenset({"solution_str", "ground_truth"})
 _ALLOWED: Final = _REQUIRED | {"data_source"}
+_SOLUTION: Final = "must have text that can be written as UTF-8 for solution_str"
+_TRUTH: Final = "must have text that can be written as UTF-8, or a list of it, for ground_truth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,9 @@ def parse_reward(body: bytes) -> RewardItem:
     Raises: ``InvalidRequest`` with cause ``http_invalid_request`` (not strict JSON) or
     ``invalid_reward_request`` (another shape, or text that has no UTF-8 form).
     """
-    return _item(strict_json(body), "The body")
+    item = _item(strict_json(body), "The body")
+    _require_text([item], ["The body"])
+    return item
 
 
 def parse_reward_batch(body: bytes, rows_max: int) -> tuple[RewardItem, ...]:
@@ -54,7 +59,10 @@ def parse_reward_batch(body: bytes, rows_max: int) -> tuple[RewardItem, ...]:
     rows = value["items"]
     if not 1 <= len(rows) <= rows_max:
         raise _refuse("items", f"must hold 1 to {rows_max} rows (reward.batch_max)")
-    return tuple(_item(row, f"Item {number}") for number, row in enumerate(rows, start=1))
+    names = [f"Item {number}" for number in range(1, len(rows) + 1)]
+    items = tuple(map(_item, rows, names))
+    _require_text(items, names)
+    return items
 
 
 def _item(value: Any, name: str) -> RewardItem:
@@ -65,14 +73,21 @@ def _item(value: Any, name: str) -> RewardItem:
     if value.get("data_source", DATA_SOURCE) != DATA_SOURCE:
         raise _refuse(name, f'may name no data_source but "{DATA_SOURCE}"')
     solution, truth = value["solution_str"], value["ground_truth"]
-    if not is_text(solution):
-        raise _refuse(name, "must have text that can be written as UTF-8 for solution_str")
+    if type(solution) is not str:
+        raise _refuse(name, _SOLUTION)
     answers = truth if type(truth) is list else [truth]
-    if not answers or not all(answer and is_text(answer) for answer in answers):
-        raise _refuse(
-            name, "must have text that can be written as UTF-8, or a list of it, for ground_truth"
-        )
+    if not answers or not all(answer and type(answer) is str for answer in answers):
+        raise _refuse(name, _TRUTH)
     return RewardItem(solution, tuple(truth) if type(truth) is list else truth, DATA_SOURCE)
+
+
+def _require_text(items: Sequence[RewardItem], names: Sequence[str]) -> None:
+    for name, item in zip(names, items, strict=True):
+        if not is_text(item.solution_str):
+            raise _refuse(name, _SOLUTION)
+        truth = item.ground_truth
+        if not all(map(is_text, (truth,) if isinstance(truth, str) else truth)):
+            raise _refuse(name, _TRUTH)
 
 
 def _refuse(name: str, fault: str) -> errors.InvalidRequest:

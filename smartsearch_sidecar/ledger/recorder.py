@@ -57,11 +57,14 @@ class Recorder:
         for item in self._fold_all(records):
             self._writer.post(item)
 
-    async def record_all(self, records: Sequence[Record]) -> None:
-        """Like ``post_all``; returns once all of them are on the medium."""
-        receipts = [self._writer.post_for_receipt(item) for item in self._fold_all(records)]
-        for receipt in receipts:
-            await receipt
+    def post_all_for_receipt(self, records: Sequence[Record]) -> asyncio.Future[Receipt]:
+        """Like ``post_all``, for at least one decision; the future resolves once all of them are
+        on the medium: the writer syncs in the order of posting, and fails for good.
+        """
+        *before, last = self._fold_all(records)
+        for item in before:
+            self._writer.post(item)
+        return self._writer.post_for_receipt(last)
 
     def _fold_all(self, records: Sequence[Record]) -> list[Draft]:
         items = [Draft(record, record.to_json()) for record in records]

@@ -27,8 +27,9 @@ class SharedQuota(Protocol):
         """The same for the scores that ``wanted()`` counts per split, all of them or none."""
         ...
 
-    def room_to_call(self, split: str) -> bool:
-        """Whether a helper call fits; if not, more is asked for, and ``woken`` are called then.
+    def room_to_call(self, split: str, wanted: int) -> int:
+        """How many of ``wanted`` helper calls fit; if none does, more is asked for, and ``woken``
+        are called then.
 
         Raises as the others do, where waiting cannot help.
         """

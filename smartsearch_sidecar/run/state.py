@@ -33,7 +33,7 @@ import enum
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run import record as kinds
@@ -42,18 +42,7 @@ from smartsearch_sidecar.run.record import Cause, Record
 MAX_NEW_TOKENS: Final = 2048
 """Output tokens a single helper call may write: the pinned scorer's own ``max_new_tokens``."""
 
-WAIT: Final = "wait"
-"""What ``admit`` answers while a reservation does not fit but still may."""
-
 VERDICT_WINDOW = 200  # the share of verdicts not understood is taken over so many, DESIGN section 3
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A call that may be sent: its number in the split's series, the output tokens kept for it."""
-
-    number: int
-    output_tokens: int
 
 
 _COUNTERS: Final = (
@@ -90,17 +79,19 @@ class Meter:
     unsettled: set[int] = field(default_factory=set)
     scoring: set[int] = field(default_factory=set)
 
-    def admit(self) -> Reservation | Literal["wait"]:
-        """The reservation that the next call would get; ``QuotaExhausted`` where no wait helps."""
+    def admit(self, wanted: int = 1) -> range:
+        """The numbers that the next calls get, of ``wanted`` as many as fit now; none of them fits
+        where they must wait. Changes nothing. Raises ``QuotaExhausted`` where no wait helps.
+        """
         if self.model_attempts >= self.max_calls:
             raise errors.QUOTA_EXHAUSTED(
                 f"the split's {self.max_calls} helper calls ({self.section}.max_helper_calls) "
                 "are used up"
             )
-        if self._fits():
-            return Reservation(self.model_attempts + 1, self.cap)
-        if self.unsettled:
-            return WAIT
+        room = (self.max_output_tokens - self.committed_output_tokens) // self.cap
+        fitting = min(wanted, self.max_calls - self.model_attempts, room)
+        if fitting > 0 or self.unsettled:
+            return range(self.model_attempts + 1, self.model_attempts + 1 + max(0, fitting))
         raise errors.QUOTA_EXHAUSTED(
             f"another helper call may write {self.cap} tokens, and of the split's "
             f"{self.max_output_tokens} ({self.section}.max_output_tokens) "
@@ -142,7 +133,10 @@ class Meter:
             raise errors.INTERNAL_ERROR(
                 f"helper call {number} was requested after call {self.model_attempts}"
             )
-        if not self._fits():
+        if (
+            self.model_attempts >= self.max_calls
+            or self.committed_output_tokens + self.cap > self.max_output_tokens
+        ):
             raise errors.INTERNAL_ERROR(
                 f"helper call {number} was requested although no quota was left for it"
             )
@@ -191,12 +185,6 @@ class Meter:
     def on_score_failed(self, number: int) -> None:
         """``reward.failed``: the score never gets one."""
         _settle(self.scoring, number, "score")
-
-    def _fits(self) -> bool:
-        return (
-            self.model_attempts < self.max_calls
-            and self.committed_output_tokens + self.cap <= self.max_output_tokens
-        )
 
 
 def _settle(open_numbers: set[int], number: int, what: str) -> None:
@@ -317,14 +305,14 @@ class RunState:
             )
         return self.attempts + 1
 
-    def admit_call(self, split: str) -> Reservation | Literal["wait"]:
-        """The reservation that the split's next helper call gets, or ``"wait"``.
+    def admit_calls(self, split: str, wanted: int) -> range:
+        """The numbers that the split's next helper calls get, as ``Meter.admit`` gives them.
 
         Raises ``LatchClosed`` or ``QuotaExhausted``. A run that has failed spends nothing more,
         also not for a score that was admitted before.
         """
         self.refuse_closed()
-        return self.scores.splits[split].admit()
+        return self.scores.splits[split].admit(wanted)
 
     def usage(self) -> dict[str, Any]:
         """What the run has used so far, as ``run.closed``, checkpoints and receipts state it."""

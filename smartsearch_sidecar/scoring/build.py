@@ -84,7 +84,7 @@ class Rewards:
             slots=Slots(section.slots, section.waiting_max, waited=waited),
             scorer=self.scorer,
             preparation=Preparation(self.references, self.answers, _digest(self.facts), policy),
-            calls=MeteredCalls(run, dispatch, seed=section.seed),
+            calls=MeteredCalls(run, dispatch),
             policy=policy,
         )
 

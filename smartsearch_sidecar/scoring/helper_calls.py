@@ -4,19 +4,20 @@ Theory. A call is in one of four stages, and what a failure or a cancellation ma
 on nothing else:
 
     waiting     for a place under ``concurrency``: cancelled, nothing is owed
-    reserving   inside ``before`` (quota, record, sync): cancelled; if it comes back with a number
-                all the same, the call was recorded and is settled as ``HelperNotSent``
-    sent        it costs money: never cancelled, awaited, settled by ``after`` or ``failed``
+    reserving   inside ``before`` (quota, record, sync): cancelled; if it comes back with numbers
+                all the same, these calls were recorded and are settled as ``HelperNotSent``
+    sent        it costs money: never cancelled, awaited, settled by ``after``
     settled     nothing is owed
 
 The first failure of a batch stops every call not yet sent, lets those already sent settle, and is
 then raised. Cancelling the caller, and the deadline, do the same. When ``ask_all`` returns or
-raises, every number that ``before`` gave out was handed to exactly one of ``after`` and ``failed``.
+raises, every number that ``before`` gave out was handed to ``after`` once.
 
 A place is taken before the reservation is made, so that quota is never held by a call that only
-waits its turn; and each call that holds quota holds a place, so waiting for quota ends.
+waits its turn; and each call that holds quota holds a place, so waiting for quota ends. All places
+that are free at once are taken at once, and their calls reserved, recorded and synced together.
 
-``HelperDispatch`` has these stages, for any three hooks; ``MeteredCalls`` are the hooks of a run:
+``HelperDispatch`` has these stages, for any two hooks; ``MeteredCalls`` are the hooks of a run:
 reserve and record, settle and record.
 """
 
@@ -24,31 +25,24 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast
+import itertools
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.ledger.writer import Receipt
-from smartsearch_sidecar.reward.wire import HelperAnswer
+from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
 from smartsearch_sidecar.run.record import HelperAnswered, HelperFailed, HelperRequested
-from smartsearch_sidecar.run.state import WAIT, Reservation
 from smartsearch_sidecar.scoring.rows import Row
 
 T = TypeVar("T")
 
-# The first argument of each is the call's place in ``prompts``; the second its number.
-Before = Callable[[int], Awaitable[int]]
-After = Callable[[int, int, HelperAnswer], Awaitable[None] | None]
-Failed = Callable[[int, int, Exception], Awaitable[None] | None]
-
-
-class Asker(Protocol):
-    """What a dispatch needs of a helper; ``HelperClient`` is one."""
-
-    async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:
-        """See ``HelperClient.ask``."""
-        ...
+Outcome = HelperAnswer | Exception
+# ``before`` is given the places of calls in ``prompts``; it reserves the first of them, at least
+# one, and returns their numbers. ``after`` is given place, number and outcome of ended calls.
+Before = Callable[[range], Awaitable[Sequence[int]]]
+After = Callable[[Sequence[tuple[int, int, Outcome]]], None]
 
 
 class HelperDispatch:
@@ -60,7 +54,7 @@ class HelperDispatch:
         seed: sent with every call.
     """
 
-    def __init__(self, helper: Asker, *, concurrency: int, seed: int) -> None:
+    def __init__(self, helper: HelperClient, *, concurrency: int, seed: int) -> None:
         self.helper = helper
         self.concurrency = concurrency
         self.seed = seed
@@ -74,30 +68,42 @@ class HelperDispatch:
         *,
         before: Before,
         after: After,
-        failed: Failed,
         deadline: float,
     ) -> list[str]:
         """The helper's texts (without the stop string), in the order of ``prompts``.
 
         Args:
-            before: reserves the call at this place and returns its number once its record is
-                synced. It may wait for quota, and be cancelled while it waits; from the moment it
-                has reserved it must end with the number or with an error it has settled itself
-                (``to_the_end``).
-            after: settles a call that was answered. Its receipt is awaited, if it returns one.
-            failed: settles a call that was not. ``HelperFault.usage`` is what it cost, if known;
-                ``HelperNotSent`` cost nothing.
+            before: reserves the first of these calls, as many as fit and at least one, and returns
+                their numbers once their records are synced. It may wait for quota, and be cancelled
+                while it waits; from the moment it has reserved it must end with the numbers or with
+                an error it has settled itself (``to_the_end``).
+            after: settles calls, by the helper's answer or by what was raised instead:
+                ``HelperFault.usage`` is what it cost, if known; ``HelperNotSent`` cost nothing.
             deadline: seconds of the loop's clock; nothing is sent after it, and no exchange
                 outlasts it.
 
         Raises what failed first: a ``HelperFault``, or what a hook raised. Further failures are
         noted on it.
         """
-        batch = _DispatchedCalls(self, before, after, failed, deadline)
-        task, cancelled = await _outlast(batch.run(prompts), on_cancel=batch.stop)
+        batch = _DispatchedCalls(self, prompts, before, after, deadline)
+        task, cancelled = await _outlast(batch.run(), on_cancel=batch.stop)
         if cancelled:  # all is settled and recorded; what failed on the way must not vanish
             raise asyncio.CancelledError from None if task.cancelled() else task.exception()
         return task.result()
+
+    async def take_places(self, wanted: int) -> int:
+        """Takes one place, once it is free, and of ``wanted`` all that are free by then."""
+        await self.places.acquire()
+        taken = 1
+        while taken < wanted and not self.places.locked():
+            await self.places.acquire()  # in this very step: one is free
+            taken += 1
+        return taken
+
+    def free_places(self, count: int) -> None:
+        """Gives places back."""
+        for _ in range(count):
+            self.places.release()
 
 
 class QuotaGate:
@@ -106,22 +112,20 @@ class QuotaGate:
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def reserve(self, decide: Callable[[], Reservation | Literal["wait"]]) -> Reservation:
-        """Asks ``decide`` now and after every ``wake`` until it no longer says ``wait``.
+    async def reserve(self, decide: Callable[[], range]) -> range:
+        """Asks ``decide`` now and after every ``wake`` until it gives a number at least.
 
         ``decide`` applies what it decides in the same step. What it raises comes out unchanged.
         Cancelled while it waits, nothing is owed.
         """
-        while True:
-            decision = decide()
-            if isinstance(decision, Reservation):
-                return decision
+        while not (numbers := decide()):
             turn = asyncio.get_running_loop().create_future()
             self._waiting.add(turn)
             try:
                 await turn
             finally:
                 self._waiting.discard(turn)
+        return numbers
 
     def wake(self) -> None:
         """To be called after every settlement of the meter."""
@@ -141,55 +145,62 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 class _DispatchedCalls:
-    """The calls of one ``ask_all``."""
+    """The calls of one ``ask_all``: one loop reserves, sends and settles; each call is a task."""
 
     def __init__(
         self,
         dispatch: HelperDispatch,
+        prompts: Sequence[str],
         before: Before,
         after: After,
-        failed: Failed,
         deadline: float,
     ) -> None:
         self._dispatch = dispatch
+        self._prompts = prompts
         self._before = before
         self._after = after
-        self._failed = failed
         self._deadline = deadline
-        self._unsent: set[asyncio.Task[str]] = set()
+        self._texts = [""] * len(prompts)
+        self._unsent = len(prompts)
+        self._reserving: asyncio.Task[Sequence[int]] | None = None
+        self._sent: dict[asyncio.Task[HelperAnswer], tuple[int, int]] = {}
         self._stopped = False
         self._failures: list[Exception] = []
 
-    async def run(self, prompts: Sequence[str]) -> list[str]:
-        """Every call in a task of its own; returns or raises once all of them are settled."""
+    async def run(self) -> list[str]:
+        """Returns or raises once every reserved call is settled."""
         alarm = asyncio.get_running_loop().call_at(self._deadline, self._late)
-        tasks = [
-            asyncio.create_task(self._one(place, prompt)) for place, prompt in enumerate(prompts)
-        ]
         try:
-            if tasks:
-                await asyncio.wait(tasks)
+            while True:
+                if self._reserving is None and self._unsent and not self._stopped:
+                    self._reserving = asyncio.create_task(self._reserve())
+                under_way = [task for task in (self._reserving, *self._sent) if task is not None]
+                if not under_way:
+                    break
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                # First what has ended: where a call failed, no further one is sent.
+                self._settle_ended(done)
+                if self._reserving in done:
+                    self._send_reserved()
         finally:
             alarm.cancel()
-        outcomes = [None if task.cancelled() else task.exception() for task in tasks]
         if self._failures:
             raise self._failures[0]
-        for outcome in outcomes:
-            if outcome is not None:  # an interpreter's own exit, no failure of a call
-                raise outcome
-        return [task.result() for task in tasks]
+        if self._stopped:
+            raise asyncio.CancelledError
+        return self._texts
 
     def stop(self) -> None:
         """Cancels what is not yet sent; nothing is sent any more."""
         self._stopped = True
-        for task in self._unsent:
-            task.cancel()
+        if self._reserving is not None:
+            self._reserving.cancel()
 
     def _late(self) -> None:
         if self._unsent:
             self._fail(
                 errors.HELPER_TIMEOUT(
-                    f"the deadline passed with {len(self._unsent)} helper calls not yet sent: "
+                    f"the deadline passed with {self._unsent} helper calls not yet sent: "
                     "raise reward.deadline_seconds or reward.helper.concurrency, or send fewer rows"
                 )
             )
@@ -204,51 +215,66 @@ class _DispatchedCalls:
             note = f"also failed: {type(failure).__name__}: {failure}"
             self._failures[0].add_note(note)
 
-    async def _one(self, place: int, prompt: str) -> str:
-        task = cast("asyncio.Task[str]", asyncio.current_task())
-        if self._stopped:
-            raise asyncio.CancelledError
-        self._unsent.add(task)
+    async def _reserve(self) -> Sequence[int]:
+        """The numbers of the next calls; each of them holds a place."""
+        taken = await self._dispatch.take_places(self._unsent)
+        first = len(self._prompts) - self._unsent
+        numbers: Sequence[int] = ()
         try:
-            async with self._dispatch.places:
-                number = await self._before(place)
-                self._unsent.discard(task)
-                return await self._send(place, number, prompt)
-        except Exception as exc:
-            self._unsent.discard(task)
-            self._fail(exc)
-            raise
+            numbers = await self._before(range(first, first + taken))
         finally:
-            self._unsent.discard(task)
+            self._dispatch.free_places(taken - len(numbers))
+        return numbers
 
-    async def _send(self, place: int, number: int, prompt: str) -> str:
-        """From here on nothing cancels the task, and the number is settled in every case.
-
-        Only a loop that is torn down can still cancel it. Then the call stays unsettled, which is
-        true, and the restart says so.
+    def _send_reserved(self) -> None:
+        """Each in a task that only a loop that is torn down cancels. Then the call stays unsettled,
+        which is true, and the restart says so.
         """
-        dispatch = self._dispatch
+        task, self._reserving = self._reserving, None
+        if task is None or task.cancelled():
+            return
+        failure = task.exception()
+        if isinstance(failure, Exception):
+            self._fail(failure)
+            return
+        dispatch, numbers = self._dispatch, task.result()
+        calls = list(enumerate(numbers, len(self._prompts) - self._unsent))
+        self._unsent -= len(calls)
+        dispatch.in_flight += len(calls)
         if self._stopped:
             unsent = errors.HELPER_NOT_SENT("the batch had ended before the call was sent")
-            await _receipt(self._failed(place, number, unsent))
-            raise asyncio.CancelledError
-        dispatch.in_flight += 1
+            self._settle([(place, number, unsent) for place, number in calls])
+            return
+        for place, number in calls:
+            asking = dispatch.helper.ask(
+                self._prompts[place], seed=dispatch.seed, deadline=self._deadline
+            )
+            self._sent[asyncio.create_task(asking)] = place, number
+
+    def _settle_ended(self, done: Collection[asyncio.Task[Any]]) -> None:
+        ended: list[tuple[int, int, Outcome]] = []
+        for task in [task for task in self._sent if task in done]:
+            place, number = self._sent.pop(task)
+            failure = task.exception()
+            if failure is None:
+                self._texts[place] = task.result().text
+                ended.append((place, number, task.result()))
+            elif isinstance(failure, Exception):
+                self._fail(failure)
+                ended.append((place, number, failure))
+            else:
+                raise failure  # an interpreter's own exit, no failure of a call
+        if ended:
+            self._settle(ended)
+
+    def _settle(self, ended: Sequence[tuple[int, int, Outcome]]) -> None:
         try:
-            answer = await dispatch.helper.ask(prompt, seed=dispatch.seed, deadline=self._deadline)
-        except Exception as exc:
-            self._fail(exc)  # first, so that nothing is sent while this one is being settled
-            await _receipt(self._failed(place, number, exc))
-            raise
-        else:
-            await _receipt(self._after(place, number, answer))
+            self._after(ended)
+        except Exception as exc:  # noqa: BLE001 - kept, and raised once the other calls are settled
+            self._fail(exc)
         finally:
-            dispatch.in_flight -= 1
-        return answer.text
-
-
-async def _receipt(awaitable: Awaitable[None] | None) -> None:
-    if awaitable is not None:
-        await awaitable
+            self._dispatch.in_flight -= len(ended)
+            self._dispatch.free_places(len(ended))
 
 
 async def _outlast(
@@ -273,19 +299,12 @@ async def _outlast(
 class MeteredCalls:
     """Asks the helper on behalf of rows, and keeps the ledger and the quotas in step."""
 
-    def __init__(
-        self,
-        run: Run,
-        dispatch: HelperDispatch,
-        *,
-        seed: int,
-    ) -> None:
+    def __init__(self, run: Run, dispatch: HelperDispatch) -> None:
         """The state of ``run`` must have been claimed: it has the splits."""
         self._state = run.state
         self._recorder = run.recorder
         self._quota = run.quota
         self._dispatch = dispatch
-        self._seed = seed
         self._gates = {split: QuotaGate() for split in run.state.scores.splits}
         if run.quota is not None:
             for gate in self._gates.values():
@@ -299,71 +318,72 @@ class MeteredCalls:
         Raises what failed first, with every call that was sent settled.
         """
 
-        async def before(place: int) -> int:
-            return await self._reserve(owners[place], prompts[place].encode())
+        async def before(places: range) -> range:
+            rows = [owners[place] for place in places]
+            return await self._reserve(rows, [prompts[place].encode() for place in places])
 
-        def after(place: int, number: int, answer: HelperAnswer) -> None:
-            self._answered(owners[place], number, answer)
+        def after(ended: Sequence[tuple[int, int, Outcome]]) -> None:
+            settled = [
+                _settlement(owners[place], number, outcome) for place, number, outcome in ended
+            ]
+            self._recorder.post_all(settled)
+            for split in {record.split for record in settled}:
+                self._gates[split].wake()
 
-        def failed(place: int, number: int, exc: Exception) -> None:
-            self._failed(owners[place], number, exc)
+        return await self._dispatch.ask_all(prompts, before=before, after=after, deadline=deadline)
 
-        return await self._dispatch.ask_all(
-            prompts, before=before, after=after, failed=failed, deadline=deadline
-        )
+    async def _reserve(self, rows: list[Row], prompts: list[bytes]) -> range:
+        """The numbers of the first of these calls: those of one split that fit, synced."""
+        split = rows[0].split
+        wanted = sum(1 for _ in itertools.takewhile(lambda row: row.split == split, rows))
+        digests = [hashlib.sha256(prompt).hexdigest() for prompt in prompts[:wanted]]
+        synced: list[asyncio.Future[Receipt]] = []
 
-    async def _reserve(self, row: Row, prompt: bytes) -> int:
-        receipts: list[asyncio.Future[Receipt]] = []
-        digest = hashlib.sha256(prompt).hexdigest()
-
-        def reserve() -> Reservation | Literal["wait"]:
-            # Decided and folded in one step: the next one to ask sees this call counted.
-            decision = self._state.admit_call(row.split)
-            if self._quota is not None and not self._quota.room_to_call(row.split):
-                return WAIT
-            if isinstance(decision, Reservation):
-                record = HelperRequested(
-                    decision.number, row.split, row.number, digest, len(prompt), self._seed
+        def reserve() -> range:
+            # Decided and folded in one step: the next one to ask sees these calls counted.
+            numbers = self._state.admit_calls(split, wanted)
+            if self._quota is not None and numbers:
+                numbers = numbers[: self._quota.room_to_call(split, len(numbers))]
+            records = [
+                HelperRequested(number, split, row.number, digest, len(prompt), self._dispatch.seed)
+                for number, row, digest, prompt in zip(
+                    numbers, rows, digests, prompts, strict=False
                 )
-                receipts.append(self._recorder.post_for_receipt(record))
-            return decision
+            ]
+            if records:
+                synced.append(self._recorder.post_all_for_receipt(records))
+            return numbers
 
-        reserved = await self._gates[row.split].reserve(reserve)
-        await to_the_end(_durable(receipts))
-        return reserved.number
+        numbers = await self._gates[split].reserve(reserve)
+        await to_the_end(_synced(synced[0]))
+        return numbers
 
-    def _answered(self, row: Row, number: int, answer: HelperAnswer) -> None:
-        self._recorder.post(
-            HelperAnswered(
-                number=number,
-                split=row.split,
-                score=row.number,
-                text=answer.text,
-                input_tokens=answer.input_tokens,
-                output_tokens=answer.output_tokens,
-                finish_reason=answer.finish_reason,
-                model=answer.model,
-            )
+
+def _settlement(row: Row, number: int, outcome: Outcome) -> HelperAnswered | HelperFailed:
+    """The record of a call's end."""
+    if isinstance(outcome, HelperAnswer):
+        return HelperAnswered(
+            number=number,
+            split=row.split,
+            score=row.number,
+            text=outcome.text,
+            input_tokens=outcome.input_tokens,
+            output_tokens=outcome.output_tokens,
+            finish_reason=outcome.finish_reason,
+            model=outcome.model,
         )
-        self._gates[row.split].wake()
-
-    def _failed(self, row: Row, number: int, exc: Exception) -> None:
-        fault = exc if isinstance(exc, errors.HelperFault) else None
-        usage = fault.usage if fault else None
-        self._recorder.post(
-            HelperFailed(
-                number=number,
-                split=row.split,
-                score=row.number,
-                code=fault.code if fault else "internal_error",
-                detail=fault.message if fault else type(exc).__name__,
-                usage=None if usage is None else (usage[0], usage[1]),  # JSON takes plain tuples
-                sent=not errors.HELPER_NOT_SENT.matches(exc),
-            )
-        )
-        self._gates[row.split].wake()
+    fault = outcome if isinstance(outcome, errors.HelperFault) else None
+    usage = fault.usage if fault else None
+    return HelperFailed(
+        number=number,
+        split=row.split,
+        score=row.number,
+        code=fault.code if fault else "internal_error",
+        detail=fault.message if fault else type(outcome).__name__,
+        usage=None if usage is None else (usage[0], usage[1]),  # JSON takes plain tuples
+        sent=not errors.HELPER_NOT_SENT.matches(outcome),
+    )
 
 
-async def _durable(receipts: Sequence[asyncio.Future[Receipt]]) -> None:
-    for receipt in receipts:
-        await receipt
+async def _synced(receipt: asyncio.Future[Receipt]) -> None:
+    await receipt

@@ -81,27 +81,30 @@ class Preparation:
         self._policy = policy
 
     def rows(self, items: Sequence[RewardItem]) -> list[Row]:
-        """Every row usable, or the first error."""
-        return [self._row(item) for item in items]
-
-    def _row(self, item: RewardItem) -> Row:
-        size = len(item.solution_str.encode())
-        if size > self._policy.max_input_bytes:
-            raise errors.SOLUTION_TOO_LONG(
-                f"a rollout of {size} bytes is over reward.max_input_bytes "
-                f"({self._policy.max_input_bytes})"
-            )
-        located = self._references.lookup(item.solution_str, item.ground_truth)
-        judgement = None
+        """Every row usable, or the first error of the first of these steps that has one."""
+        for item in items:
+            size = len(item.solution_str.encode())
+            if size > self._policy.max_input_bytes:
+                raise errors.SOLUTION_TOO_LONG(
+                    f"a rollout of {size} bytes is over reward.max_input_bytes "
+                    f"({self._policy.max_input_bytes})"
+                )
+        lookup, judge = self._references.lookup, self._answers.judge
+        located = [lookup(item.solution_str, item.ground_truth) for item in items]
+        judgements: list[Judgement | None] = [None] * len(items)
         if self._policy.judge_provenance:
-            judgement = self._answers.judge(item.solution_str)
-            if judgement.broken and self._policy.enforce_provenance:
+            judgements = [judge(item.solution_str) for item in items]
+        for judgement in judgements:
+            if judgement and judgement.broken and self._policy.enforce_provenance:
                 raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
                     "no answer of this run: the rollout met an error that never reached us (a "
                     "proxy, a timeout, a refused connection)"
                 )
-        return Row(item, located.split, self._key(located.split, item), judgement)
+        return [
+            Row(item, found.split, self._key(found.split, item), judgement)
+            for item, found, judgement in zip(items, located, judgements, strict=True)
+        ]
 
     def _key(self, split: str, item: RewardItem) -> str:
         """What must be the same for a score to be reused, as 32 hex digits."""

@@ -174,12 +174,10 @@ class Scoring:
     async def _run(self, rows: list[Row], deadline: float) -> None:
         """Scores admitted rows; every one of them is settled when this returns or raises."""
         try:
-            await asyncio.to_thread(self.scorer.source.recheck)
             if self.policy.side_by_side:
                 await self._side_by_side(rows, deadline)
             else:
                 await self._one_after_another(rows, deadline)
-            await asyncio.to_thread(self.scorer.source.recheck)
             await self._record_rewards(rows)
         except BaseException as exc:
             self._fail(rows, exc)
@@ -195,20 +193,25 @@ class Scoring:
         await asyncio.to_thread(self._compute, rows)
 
     def _collect_prompts(self, rows: list[Row]) -> None:
-        """The dry pass, in a thread."""
+        """The source's bytes and the dry pass, in a thread."""
+        self.scorer.source.recheck()
         for row in rows:
             item = row.item
             row.prompts = self.scorer.collect_prompts(item.solution_str, item.ground_truth)
 
     def _compute(self, rows: list[Row]) -> None:
-        """The second pass, in a thread."""
+        """The second pass and the source's bytes, in a thread."""
         for row in rows:
             item, answers = row.item, list(zip(row.prompts, row.texts, strict=True))
             row.reward = self.scorer.score(item.solution_str, item.ground_truth, answers)
+        self.scorer.source.recheck()
+        for row in rows:
+            row.verdicts = list(map(self.scorer.verdict, row.texts))
 
     async def _one_after_another(self, rows: list[Row], deadline: float) -> None:
         """Each prompt asked when the scorer asks it: the scorer's thread waits for the loop."""
         loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self.scorer.source.recheck)
         for row in rows:
 
             def ask(prompt: str, row: Row = row) -> str:
@@ -222,11 +225,12 @@ class Scoring:
             row.reward = await asyncio.to_thread(
                 self.scorer.score_serial, row.item.solution_str, row.item.ground_truth, ask
             )
+        await asyncio.to_thread(self.scorer.source.recheck)
+        for row in rows:
+            row.verdicts = list(map(self.scorer.verdict, row.texts))
 
     async def _record_rewards(self, rows: list[Row]) -> None:
-        for row in rows:
-            row.verdicts = [self.scorer.verdict(text) for text in row.texts]
-        await self._recorder.record_all(
+        await self._recorder.post_all_for_receipt(
             [RewardAnswered(row.number, row.split, row.reward, tuple(row.verdicts)) for row in rows]
         )
         for row in rows:

@@ -13,8 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.reward.helper import HelperClient
-from smartsearch_sidecar.reward.wire import PROTOCOLS, HelperAnswer, Kind, address
+from smartsearch_sidecar.reward.helper import (
+    PROTOCOLS,
+    HelperAnswer,
+    HelperClient,
+    Kind,
+    address,
+)
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.raised import raises
 

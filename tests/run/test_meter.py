@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.state import MAX_NEW_TOKENS, WAIT, Meter, Reservation
+from smartsearch_sidecar.run.state import Meter
 from tests.fakes.raised import raises
 
 
-def reserve(meter: Meter) -> Reservation | Literal["wait"]:
+def reserve(meter: Meter, wanted: int = 1) -> range:
     """Decides and applies in one step, as a run does; deciding alone changes nothing."""
     before = copy.deepcopy(meter)
     try:
-        decision = meter.admit()
+        numbers = meter.admit(wanted)
     finally:
         assert meter == before
-    if isinstance(decision, Reservation):
-        meter.on_requested(decision.number)
-    return decision
+    for number in numbers:
+        meter.on_requested(number)
+    return numbers
 
 
 def usage(meter: Meter) -> tuple[int, int, int, int, int]:
@@ -41,7 +41,7 @@ def usage(meter: Meter) -> tuple[int, int, int, int, int]:
 def test_a_reservation_is_the_cap_until_it_is_measured() -> None:
     """2,048 tokens are kept when a call is sent, and its own tokens once they are known."""
     meter = Meter(10, 10_000)
-    assert reserve(meter) == Reservation(1, MAX_NEW_TOKENS)
+    assert reserve(meter) == range(1, 2)
     assert usage(meter) == (1, 0, 0, 0, 2048)
     meter.on_answered(1, 300, 12)
     assert usage(meter) == (1, 1, 300, 12, 0)
@@ -71,7 +71,7 @@ def test_a_call_that_was_never_sent_gives_its_reservation_back() -> None:
     reserve(meter)
     meter.on_failed(1, sent=False)
     assert usage(meter) == (1, 0, 0, 0, 0)
-    assert reserve(meter) == Reservation(2, 2048)
+    assert reserve(meter) == range(2, 3)
 
 
 def test_what_does_not_fit_waits_while_others_are_unsettled() -> None:
@@ -79,19 +79,31 @@ def test_what_does_not_fit_waits_while_others_are_unsettled() -> None:
     meter = Meter(10, 4096 + 100)
     reserve(meter)
     reserve(meter)
-    assert reserve(meter) == WAIT
+    assert not reserve(meter)
     assert usage(meter)[0] == 2
     meter.on_answered(1, 5, 101)
-    assert reserve(meter) == WAIT
+    assert not reserve(meter)
     meter.on_answered(2, 5, 100)
-    assert reserve(meter) == Reservation(3, 2048)
+    assert reserve(meter) == range(3, 4)
+
+
+def test_of_calls_wanted_together_those_that_fit_are_admitted() -> None:
+    """By tokens or by calls, the fewer of them; the rest waits or is refused as one call is."""
+    meter = Meter(3, 2 * 2048 + 100)
+    assert reserve(meter, 5) == range(1, 3)
+    assert usage(meter)[4] == 2 * 2048
+    assert not reserve(meter, 5)
+    meter.on_answered(1, 5, 1)
+    assert reserve(meter, 5) == range(3, 4)
+    with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.max_helper_calls"):
+        reserve(meter, 5)
 
 
 def test_tokens_are_exhausted_only_once_nothing_is_unsettled() -> None:
     """Then no later settlement can make room any more."""
     meter = Meter(10, 2048 + 2047, section="reward.validation")
     reserve(meter)
-    assert reserve(meter) == WAIT
+    assert not reserve(meter)
     meter.on_failed(1)
     with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.validation\.max_output_tokens"):
         reserve(meter)
@@ -101,7 +113,7 @@ def test_a_quota_below_one_call_is_exhausted_at_once() -> None:
     """The first call is admitted or refused by the same rule as any other."""
     with raises(errors.QUOTA_EXHAUSTED):
         reserve(Meter(10, 2047))
-    assert reserve(Meter(10, 2048)) == Reservation(1, 2048)
+    assert reserve(Meter(10, 2048)) == range(1, 2)
 
 
 def test_calls_are_exhausted_at_once() -> None:
@@ -210,26 +222,22 @@ class MeterMachine(RuleBasedStateMachine):
         self.spent: dict[int, int | None] = {}
         self.read = 0
 
-    @rule()
-    def ask(self) -> None:
+    @rule(wanted=st.integers(1, 4))
+    def ask(self, wanted: int) -> None:
         """Admission says yes, wait or exhausted, and each of them only where it is true."""
         room = 9 * 1000 + 48 - self.at_most()
         try:
-            decision = reserve(self.live)
+            numbers = reserve(self.live, wanted)
         except errors.SidecarError as exc:
             refused = exc.failure
             assert refused is errors.QUOTA_EXHAUSTED
             assert len(self.spent) == 12 or (room < 1000 and not self.open)
             return
-        if decision == WAIT:
-            assert room < 1000
-            assert self.open
-            return
-        assert isinstance(decision, Reservation)
-        assert room >= 1000
-        assert decision == Reservation(len(self.spent) + 1, 1000)
-        self.open.append(decision.number)
-        self.spent[decision.number] = None
+        first = len(self.spent) + 1
+        assert list(numbers) == list(range(first, 13))[: min(wanted, room // 1000)]
+        assert numbers or self.open
+        self.open += numbers
+        self.spent.update(dict.fromkeys(numbers))
 
     def settle_one(self, choice: int) -> int:
         return self.open.pop(choice % len(self.open))
@@ -284,7 +292,7 @@ class MeterMachine(RuleBasedStateMachine):
         while self.open:
             self.lose(0)
         try:
-            assert isinstance(self.live.admit(), Reservation)
+            assert self.live.admit()
         except errors.SidecarError as exc:
             refused = exc.failure
             assert refused is errors.QUOTA_EXHAUSTED

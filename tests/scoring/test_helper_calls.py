@@ -5,32 +5,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.reward.helper import HelperClient
-from smartsearch_sidecar.reward.wire import HelperAnswer
-from smartsearch_sidecar.run.state import Meter, Reservation
-from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, QuotaGate, to_the_end
+from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
+from smartsearch_sidecar.run.state import Meter
+from smartsearch_sidecar.scoring.helper_calls import (
+    HelperDispatch,
+    Outcome,
+    QuotaGate,
+    to_the_end,
+)
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.raised import raises
 
 pytestmark = pytest.mark.both_loops
 
 
-def reserve(meter: Meter) -> Reservation | Literal["wait"]:
+def reserve(meter: Meter, wanted: int = 1) -> range:
     """Decides and applies in one step, as a run does."""
-    decision = meter.admit()
-    if isinstance(decision, Reservation):
-        meter.on_requested(decision.number)
-    return decision
+    numbers = meter.admit(wanted)
+    for number in numbers:
+        meter.on_requested(number)
+    return numbers
 
 
 @dataclass
 class Books:
-    """Hooks as the service has them: a meter, a record before each call, a settlement after.
+    """Hooks as the service has them: a meter, records before the calls, settlements after.
 
     ``syncing`` lets records become durable; a test may clear it.
     """
@@ -47,29 +51,28 @@ class Books:
     def __post_init__(self) -> None:
         self.syncing.set()
 
-    async def before(self, place: int) -> int:
-        reservation = await self.gate.reserve(lambda: reserve(self.meter))
-        return await to_the_end(self.record(reservation.number))
+    async def before(self, places: range) -> Sequence[int]:
+        numbers = await self.gate.reserve(lambda: reserve(self.meter, len(places)))
+        return await to_the_end(self.record(numbers))
 
-    async def record(self, number: int) -> int:
-        self.recording += 1
+    async def record(self, numbers: range) -> range:
+        self.recording += len(numbers)
         await self.syncing.wait()
-        self.recording -= 1
-        self.events.append(("requested", number))
-        return number
+        self.recording -= len(numbers)
+        self.events += [("requested", number) for number in numbers]
+        return numbers
 
-    def after(self, place: int, number: int, answer: HelperAnswer) -> None:
-        self.check(number)
-        self.events.append(("answered", number))
-        self.meter.on_answered(number, *answer.usage)
-        self.gate.wake()
-
-    def failed(self, place: int, number: int, exc: Exception) -> None:
-        self.check(number)
-        self.events.append(("failed", number))
-        self.faults[number] = exc
-        usage = exc.usage if isinstance(exc, errors.HelperFault) else None
-        self.meter.on_failed(number, usage, sent=not errors.HELPER_NOT_SENT.matches(exc))
+    def after(self, ended: Sequence[tuple[int, int, Outcome]]) -> None:
+        for _, number, outcome in ended:
+            self.check(number)
+            if isinstance(outcome, HelperAnswer):
+                self.events.append(("answered", number))
+                self.meter.on_answered(number, *outcome.usage)
+                continue
+            self.events.append(("failed", number))
+            self.faults[number] = outcome
+            usage = outcome.usage if isinstance(outcome, errors.HelperFault) else None
+            self.meter.on_failed(number, usage, sent=not errors.HELPER_NOT_SENT.matches(outcome))
         self.gate.wake()
 
     def check(self, number: int) -> None:
@@ -79,7 +82,7 @@ class Books:
             self.sent_unrecorded += 1
 
     def hooks(self) -> dict[str, Any]:
-        return {"before": self.before, "after": self.after, "failed": self.failed}
+        return {"before": self.before, "after": self.after}
 
     def count(self, kind: str) -> int:
         return sum(event == kind for event, _ in self.events)
@@ -249,43 +252,35 @@ async def test_calls_already_sent_are_awaited_before_the_failure_is_raised(
     fake.gate.clear()
     fake.failures[2] = "error_500"
     books = Books(fake)
-    failing = asyncio.Event()
-
-    def failed(place: int, number: int, exc: Exception) -> None:
-        books.failed(place, number, exc)
-        failing.set()
-
-    released = asyncio.Event()
-    dispatch = HelperDispatch(_Slow(client, released), concurrency=3, seed=17)
-    asking = asyncio.create_task(
-        dispatch.ask_all(
-            prompts(9), before=books.before, after=books.after, failed=failed, deadline=soon()
-        )
-    )
-    await turns(lambda: dispatch.in_flight == 3)
-    fake.gate.set()
-    await failing.wait()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not asking.done()
-    assert dispatch.in_flight == 2
-    released.set()
-    with raises(errors.HELPER_STATUS):
-        await asking
+    async with _Slow(
+        kind="sglang", url=fake.url, model=MODEL, model_sha256="0" * 64, timeout_seconds=30
+    ) as slow:
+        dispatch = HelperDispatch(slow, concurrency=3, seed=17)
+        asking = asyncio.create_task(dispatch.ask_all(prompts(9), **books.hooks(), deadline=soon()))
+        await turns(lambda: dispatch.in_flight == 3)
+        fake.gate.set()
+        await turns(lambda: bool(books.faults))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not asking.done()
+        assert dispatch.in_flight == 2
+        slow.released.set()
+        with raises(errors.HELPER_STATUS):
+            await asking
     assert books.count("requested") == 3
     assert books.meter.model_responses == 2
     books.assert_balanced()
 
 
-class _Slow:
-    """Holds good answers back, as a slower server would."""
+class _Slow(HelperClient):
+    """Holds good answers back until ``released`` is set, as a slower server would."""
 
-    def __init__(self, client: HelperClient, released: asyncio.Event) -> None:
-        self.client = client
-        self.released = released
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.released = asyncio.Event()
 
     async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:
-        answer = await self.client.ask(prompt, seed=seed, deadline=deadline)
+        answer = await super().ask(prompt, seed=seed, deadline=deadline)
         await self.released.wait()
         return answer
 
@@ -313,29 +308,27 @@ async def test_a_recorded_call_is_not_sent_after_a_failure(
 ) -> None:
     """Cancelled while its record is being synced, it is settled as never sent, for nothing."""
     books = Books(fake)
-    trouble = asyncio.Event()
+    fake.failures[1] = "empty"
+    fake.gate.clear()
 
-    async def before(place: int) -> int:
-        if place == 1:
-            await trouble.wait()
-            raise errors.LEDGER_FAILED("the disk is full")
-        return await books.before(place)
+    async def before(places: range) -> Sequence[int]:
+        if places.start == 1:
+            books.syncing.clear()
+        return await books.before(places[:1])
 
-    books.syncing.clear()
     dispatch = HelperDispatch(client, concurrency=2, seed=17)
     asking = asyncio.create_task(
-        dispatch.ask_all(
-            prompts(5), before=before, after=books.after, failed=books.failed, deadline=soon()
-        )
+        dispatch.ask_all(prompts(5), before=before, after=books.after, deadline=soon())
     )
+    await fake.until_calls(1)
     await turns(lambda: books.recording == 1)
-    trouble.set()
-    await asyncio.sleep(0)
+    fake.gate.set()
+    await turns(lambda: 1 in books.faults)
     books.syncing.set()
-    with pytest.raises(errors.LedgerFailed):
+    with raises(errors.HELPER_EMPTY):
         await asking
-    assert fake.calls == []
-    assert errors.HELPER_NOT_SENT.matches(books.faults[1])
+    assert len(fake.calls) == 1
+    assert errors.HELPER_NOT_SENT.matches(books.faults[2])
     assert books.meter.usage()["unknown_output_token_reservations"] == 0
     books.assert_balanced()
 
@@ -345,34 +338,30 @@ async def test_a_failure_stops_calls_that_have_not_begun(
 ) -> None:
     """A refusal in the very first step leaves no other call a reservation."""
     books = Books(fake)
-    asked: list[int] = []
+    asked: list[range] = []
 
-    async def before(place: int) -> int:
-        asked.append(place)
+    async def before(places: range) -> Sequence[int]:
+        asked.append(places)
         raise errors.QUOTA_EXHAUSTED("used up")
 
     dispatch = HelperDispatch(client, concurrency=4, seed=17)
     with raises(errors.QUOTA_EXHAUSTED):
-        await dispatch.ask_all(
-            prompts(5), before=before, after=books.after, failed=books.failed, deadline=soon()
-        )
-    assert asked == [0]
+        await dispatch.ask_all(prompts(5), before=before, after=books.after, deadline=soon())
+    assert asked == [range(4)]
 
 
 async def test_a_hook_that_fails_fails_the_batch(fake: FakeHelper, client: HelperClient) -> None:
     """A settlement that cannot be recorded is raised, and not settled a second time."""
     books = Books(fake)
 
-    async def after(place: int, number: int, answer: HelperAnswer) -> None:
-        books.after(place, number, answer)
-        if number == 2:
+    def after(ended: Sequence[tuple[int, int, Outcome]]) -> None:
+        books.after(ended)
+        if books.count("answered") == 2:
             raise errors.LEDGER_FAILED("the disk is full")
 
     dispatch = HelperDispatch(client, concurrency=1, seed=17)
     with pytest.raises(errors.LedgerFailed):
-        await dispatch.ask_all(
-            prompts(5), before=books.before, after=after, failed=books.failed, deadline=soon()
-        )
+        await dispatch.ask_all(prompts(5), before=books.before, after=after, deadline=soon())
     assert len(fake.calls) == 2
     books.assert_balanced()
 
@@ -384,14 +373,12 @@ async def test_a_failed_settlement_of_a_failure_is_noted(
     fake.failure = "empty"
     books = Books(fake)
 
-    async def failed(place: int, number: int, exc: Exception) -> None:
+    def after(ended: Sequence[tuple[int, int, Outcome]]) -> None:
         raise errors.LEDGER_FAILED("the disk is full")
 
     dispatch = HelperDispatch(client, concurrency=1, seed=17)
     with raises(errors.HELPER_EMPTY) as caught:
-        await dispatch.ask_all(
-            prompts(2), before=books.before, after=books.after, failed=failed, deadline=soon()
-        )
+        await dispatch.ask_all(prompts(2), before=books.before, after=after, deadline=soon())
     assert "the disk is full" in caught.value.__notes__[0]
 
 
@@ -569,7 +556,7 @@ async def test_the_gate_lets_waiters_in_as_room_is_made() -> None:
     first = await gate.reserve(lambda: reserve(meter))
     waiters = [asyncio.create_task(gate.reserve(lambda: reserve(meter))) for _ in range(3)]
     await turns(lambda: len(gate._waiting) == 3)
-    meter.on_answered(first.number, 1, 0)
+    meter.on_answered(first[0], 1, 0)
     gate.wake()
     await turns(lambda: len(gate._waiting) == 2)
     assert sum(waiter.done() for waiter in waiters) == 1
