@@ -33,7 +33,7 @@ from smartsearch_sidecar.reward.source import VerifiedSource, verify_checkout, v
 from smartsearch_sidecar.run.record import RetrievalAnswered, RetrievalDeclined
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, MeteredCalls
-from smartsearch_sidecar.scoring.rows import Preparation, ScoringPolicy
+from smartsearch_sidecar.scoring.rows import Preparation
 from smartsearch_sidecar.scoring.service import Scoring
 
 IDENTITY_SECONDS = 60.0  # how often the helper is asked who it is, besides in every answer
@@ -59,22 +59,9 @@ class Rewards:
     facts: dict[str, Any]
     answers: AnswerDigests
 
-    def scoring(
-        self,
-        run: Run,
-    ) -> Scoring:
+    def scoring(self, run: Run) -> Scoring:
         """What serves ``/reward``; the state of ``run`` must have been claimed or resumed."""
         section = self.config.reward
-        policy = ScoringPolicy(
-            deadline_seconds=section.deadline_seconds,
-            max_input_bytes=section.max_input_bytes,
-            batch_max=section.batch_max,
-            judge_provenance=section.provenance != "off",
-            enforce_provenance=section.provenance == "enforce",
-            side_by_side=section.side_by_side,
-            reuse_identical=section.reuse_identical,
-            unparsed_share_max=section.unparsed_share_max,
-        )
         waited = run.observer.waited["reward"].observe
         dispatch = HelperDispatch(
             self.helper, concurrency=section.helper.concurrency, seed=section.seed
@@ -83,9 +70,9 @@ class Rewards:
             run=run,
             slots=Slots(section.slots, section.waiting_max, waited=waited),
             scorer=self.scorer,
-            preparation=Preparation(self.references, self.answers, _digest(self.facts), policy),
+            preparation=Preparation(self.references, self.answers, _digest(self.facts), section),
             calls=MeteredCalls(run, dispatch),
-            policy=policy,
+            section=section,
         )
 
     async def remember(self, directory: Path | None, cluster_run: Learns | None) -> None:

@@ -8,30 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config.sections import RewardSection
 from smartsearch_sidecar.contract.reward import RewardItem
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
 from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.run.record import RewardRequested
 from smartsearch_sidecar.run.shared_quota import SharedQuota
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringPolicy:
-    """The keys of ``[reward]`` that decide, as plain values.
-
-    ``deadline_seconds`` bounds waiting and scoring of one request; ``enforce_provenance`` refuses a
-    rollout with a broken block, otherwise it is only counted; ``unparsed_share_max`` is a share of
-    the verdict window.
-    """
-
-    deadline_seconds: float
-    max_input_bytes: int
-    batch_max: int
-    judge_provenance: bool
-    enforce_provenance: bool
-    side_by_side: bool
-    reuse_identical: bool
-    unparsed_share_max: float
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +52,7 @@ class Preparation:
         references: References,
         answers: AnswerDigests,
         binding_sha256: str,
-        policy: ScoringPolicy,
+        section: RewardSection,
     ) -> None:
         """``answers`` holds what this run handed to rollouts; ``binding_sha256`` names scorer,
         references and helper, so that a score is reused only under the same ones.
@@ -78,24 +60,24 @@ class Preparation:
         self._references = references
         self._answers = answers
         self._binding = binding_sha256
-        self._policy = policy
+        self._section = section
 
     def rows(self, items: Sequence[RewardItem]) -> list[Row]:
         """Every row usable, or the first error of the first of these steps that has one."""
         for item in items:
             size = len(item.solution_str.encode())
-            if size > self._policy.max_input_bytes:
+            if size > self._section.max_input_bytes:
                 raise errors.SOLUTION_TOO_LONG(
                     f"a rollout of {size} bytes is over reward.max_input_bytes "
-                    f"({self._policy.max_input_bytes})"
+                    f"({self._section.max_input_bytes})"
                 )
         lookup, judge = self._references.lookup, self._answers.judge
         located = [lookup(item.solution_str, item.ground_truth) for item in items]
         judgements: list[Judgement | None] = [None] * len(items)
-        if self._policy.judge_provenance:
+        if self._section.provenance != "off":
             judgements = [judge(item.solution_str) for item in items]
         for judgement in judgements:
-            if judgement and judgement.broken and self._policy.enforce_provenance:
+            if judgement and judgement.broken and self._section.provenance == "enforce":
                 raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
                     "no answer of this run: the rollout met an error that never reached us (a "

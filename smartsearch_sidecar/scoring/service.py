@@ -20,18 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config.sections import RewardSection
 from smartsearch_sidecar.contract.reward import RewardItem
 from smartsearch_sidecar.ledger.run import Run
 from smartsearch_sidecar.reward.scorer import Scorer
-from smartsearch_sidecar.run.record import (
-    RewardAnswered,
-    RewardFailed,
-    RewardReused,
-)
+from smartsearch_sidecar.run.record import RewardAnswered, RewardFailed, RewardReused
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.run.state import Score
 from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
-from smartsearch_sidecar.scoring.rows import Preparation, Row, ScoringPolicy, judged
+from smartsearch_sidecar.scoring.rows import Preparation, Row, judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Scoring:
         scorer: Scorer,
         preparation: Preparation,
         calls: MeteredCalls,
-        policy: ScoringPolicy,
+        section: RewardSection,
     ) -> None:
         """The state of ``run`` must have been claimed: it has the splits."""
         self._recorder = run.recorder
@@ -73,7 +70,7 @@ class Scoring:
         self.scorer = scorer
         self.preparation = preparation
         self.calls = calls
-        self.policy = policy
+        self.section = section
         self._under_way: dict[str, asyncio.Future[Score]] = {}
         self._tasks: set[asyncio.Task[list[Scored]]] = set()
 
@@ -84,7 +81,7 @@ class Scoring:
         what answers the request counts it.
         """
         task = asyncio.get_running_loop().create_task(
-            self._score(items, began + self.policy.deadline_seconds)
+            self._score(items, began + self.section.deadline_seconds)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -114,7 +111,7 @@ class Scoring:
             await self._quota.room_to_score(lambda: self._wanted(rows), deadline)
         fresh: list[Row] = []
         waits: dict[str, asyncio.Future[Score]] = {}
-        if self.policy.reuse_identical:
+        if self.section.reuse_identical:
             for row in rows:
                 if row.key in self._scores.given or row.key in waits:
                     continue
@@ -128,7 +125,7 @@ class Scoring:
             fresh = list(rows)
         new = set(map(id, fresh))
         self._admit(fresh)
-        if self.policy.reuse_identical:
+        if self.section.reuse_identical:
             self._under_way.update({row.key: waits[row.key] for row in fresh})
         if fresh:
             await self._run(fresh, deadline)
@@ -147,7 +144,7 @@ class Scoring:
 
     def _wanted(self, rows: list[Row]) -> Counter[str]:
         """How many of ``rows`` would have to be scored now, per split."""
-        if not self.policy.reuse_identical:
+        if not self.section.reuse_identical:
             return Counter(row.split for row in rows)
         known = self._scores.given.keys() | self._under_way.keys()
         return Counter({row.key: row.split for row in rows if row.key not in known}.values())
@@ -174,7 +171,7 @@ class Scoring:
     async def _run(self, rows: list[Row], deadline: float) -> None:
         """Scores admitted rows; every one of them is settled when this returns or raises."""
         try:
-            if self.policy.side_by_side:
+            if self.section.side_by_side:
                 await self._side_by_side(rows, deadline)
             else:
                 await self._one_after_another(rows, deadline)
@@ -238,10 +235,10 @@ class Scoring:
             if flight is not None and not flight.done():
                 flight.set_result(Score(row.split, row.number, row.reward))
         share = self._scores.unparsed_share
-        if share > self.policy.unparsed_share_max:
+        if share > self.section.unparsed_share_max:
             raise errors.VERDICTS_UNPARSED(
                 f"{share:.0%} of the last verdicts were neither 0 nor 1, above "
-                f"reward.unparsed_share_max ({self.policy.unparsed_share_max:g}): the pinned "
+                f"reward.unparsed_share_max ({self.section.unparsed_share_max:g}): the pinned "
                 "scorer counts each of them as correct; look at what the helper writes"
             )
 

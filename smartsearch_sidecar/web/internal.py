@@ -131,13 +131,13 @@ class InternalRoutes:
 
     async def _reward(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         scoring = self._need_scoring()
-        bound = scoring.policy.max_input_bytes * ESCAPES + OPERATOR_BYTES_MAX
+        bound = scoring.section.max_input_bytes * ESCAPES + OPERATOR_BYTES_MAX
         (scored,) = await self._score(request, scoring, bound, lambda body: (parse_reward(body),))
         return 200, scored
 
     async def _reward_batch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         scoring = self._need_scoring()
-        rows_max = scoring.policy.batch_max
+        rows_max = scoring.section.batch_max
         scored = await self._score(
             request, scoring, BATCH_BYTES_MAX, lambda body: parse_reward_batch(body, rows_max)
         )
