@@ -73,10 +73,7 @@ def _secrets(section: Section) -> dict[str, Any]:
             if inner := _secrets(value):
                 found[name] = inner
             continue
-        if SecretStr in (
-            kind_of(field),
-            kind_of(fields.get(name.removesuffix(FILE_KEY), field)),
-        ):
+        if SecretStr in (kind_of(field), kind_of(fields.get(name.removesuffix(FILE_KEY), field))):
             found[name] = True
     return found
 

@@ -140,11 +140,7 @@ class ExecuteSection(Section):
         (), "Digests of other `env` texts (an unmodified dataset's) that are served as well."
     )
     max_calls: int = whole(
-        10_000,
-        1,
-        1_000_000_000,
-        "searches",
-        "The run's quota; one search more closes the latch.",
+        10_000, 1, 1_000_000_000, "searches", "The run's quota; one search more closes the latch."
     )
     slots: int = whole(
         8, 1, 1024, "searches", "Served at once; 8 is the reference's number. The others wait."
@@ -179,11 +175,7 @@ class ExecuteSection(Section):
         "Served under the execute capability; `search` and `retrieve` are for other trainers.",
     )
     retrieve_topk: int = whole(
-        3,
-        1,
-        50,
-        "passages",
-        "The only `topk` that `/retrieve` serves. rLLM asks for 10.",
+        3, 1, 50, "passages", "The only `topk` that `/retrieve` serves. rLLM asks for 10."
     )
 
 
@@ -304,11 +296,7 @@ class RewardSection(QuotasSection):
     )
     source_sha256: Sha256 | None = key(None, "The digest of `source`.")
     slots: int = whole(
-        8,
-        1,
-        1024,
-        "requests",
-        "Scored at once; a batch is one request, whatever its rows.",
+        8, 1, 1024, "requests", "Scored at once; a batch is one request, whatever its rows."
     )
     waiting_max: int = whole(
         64, 0, 65536, "requests", "The waiting room; a full one closes the latch."
@@ -317,11 +305,7 @@ class RewardSection(QuotasSection):
         600, 86400, "Waiting and scoring of one request, all helper calls of a batch included."
     )
     batch_max: int = whole(
-        64,
-        1,
-        4096,
-        "rows",
-        "Rows of one batch; all of them stay in memory until it is answered.",
+        64, 1, 4096, "rows", "Rows of one batch; all of them stay in memory until it is answered."
     )
     max_input_bytes: int = whole(
         16 * MIB, 1, 256 * MIB, "bytes", "One rollout's text; far above any context window."

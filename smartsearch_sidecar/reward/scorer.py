@@ -82,10 +82,7 @@ class Scorer:
         return tuple(prompts)
 
     def score(
-        self,
-        solution_str: str,
-        ground_truth: Answers,
-        answers: Sequence[tuple[str, str]],
+        self, solution_str: str, ground_truth: Answers, answers: Sequence[tuple[str, str]]
     ) -> float:
         """The reward, given the helper's answers to the prompts of the first pass.
 
