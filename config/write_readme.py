@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from smartsearch_sidecar.config import messages, model, schema
+from smartsearch_sidecar.config import loading, model
 
 INTRODUCTION = """\
 # Configuration
@@ -34,9 +34,9 @@ A profile only presets: each key with two defaults below can still be set by its
 
 def document() -> str:
     """The whole file."""
-    parts = [INTRODUCTION, _table("Top level", [key for key in schema.FIELDS if "." not in key])]
-    for name, section in schema.SECTIONS.items():
-        keys = [key for key in schema.FIELDS if key.rpartition(".")[0] == name]
+    parts = [INTRODUCTION, _table("Top level", [key for key in model.FIELDS if "." not in key])]
+    for name, section in model.SECTIONS.items():
+        keys = [key for key in model.FIELDS if key.rpartition(".")[0] == name]
         if keys:
             parts.append(_table(f"`[{name}]`", keys, (section.__doc__ or "").strip()))
     rules = "\n".join(f"- {_sentence(rule)}" for rule in model.RULES)
@@ -56,31 +56,30 @@ def _table(title: str, keys: list[str], about: str = "") -> str:
     lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for key in keys:
         name = key.rpartition(".")[2]
-        field = schema.FIELDS[key]
-        lines.append(
-            f"| `{name}` | {_default(key)} | {schema.allowed(key)} | {field.description} |"
-        )
+        field = model.FIELDS[key]
+        meaning = " ".join((field.description or "").split())
+        lines.append(f"| `{name}` | {_default(key)} | {model.allowed(key)} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
 def _default(key: str) -> str:
-    preset = schema.PRESETS.get(key)
+    preset = model.PRESETS.get(key)
     if preset is not None and preset.training != preset.reference:
         return f"{_code(preset.training)}; reference: {_code(preset.reference)}"
-    field = schema.FIELDS[key]
+    field = model.FIELDS[key]
     if field.is_required():
         return "required"
     return "-" if field.default is None else _code(field.default)
 
 
 def _code(value: object) -> str:
-    return f"`{messages.shown(value)}`"
+    return f"`{loading.shown(value)}`"
 
 
 def main() -> None:
     path = Path(__file__).with_name("README.md")
     path.write_text(document(), encoding="utf-8")
-    print(f"{path} has {len(schema.FIELDS)} keys.")
+    print(f"{path} has {len(model.FIELDS)} keys.")
 
 
 if __name__ == "__main__":

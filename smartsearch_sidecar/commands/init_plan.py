@@ -13,8 +13,8 @@ from typing import Final
 
 import tomli_w
 
-from smartsearch_sidecar.config.messages import env_name
-from smartsearch_sidecar.config.schema import FIELDS
+from smartsearch_sidecar.config.loading import env_name
+from smartsearch_sidecar.config.model import FIELDS
 from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 

@@ -1,30 +1,36 @@
 """Parts of a declaration: the frozen, strict section; ways to declare a key; kinds of value.
 
 A key says everything about itself where it is declared: type and bounds, unit, default or presets,
-and what it is for. Loading, messages and ``config/README.md`` read it from there.
+and below it what it is for. Loading, messages and ``config/README.md`` read it from there.
 """
 
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 MIB: Final = 1024 * 1024
 
 
 class Section(BaseModel):
-    """A section: frozen, strict, without unknown keys, and silent about values in errors."""
+    """A section: frozen, strict, without unknown keys, and silent about values in errors.
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
+    The text below a key is its ``description``.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
 
 
 # --- ways to declare a key ------------------------------------------------------------------------
@@ -34,10 +40,7 @@ class Section(BaseModel):
 class Preset:
     """A default that depends on the profile. The key can still be set by itself.
 
-    Attributes:
-        training: the default of the profile ``training``.
-        reference: the default of the profile ``reference``.
-        many_nodes: what ``training`` presets where ``run.nodes`` is above 1; ``None`` for the same.
+    ``many_nodes`` is what ``training`` presets where ``run.nodes`` is above 1; ``None``: the same.
     """
 
     training: Any
@@ -56,75 +59,38 @@ class Preset:
         return self.many_nodes if many and self.many_nodes is not None else self.training
 
 
-def key(default: Any, why: str) -> Any:
-    """A key whose type says what is allowed. ``default`` is ``...`` for a key that must be set."""
-    return _declared(default, why, "")
+def preset(training: Any, reference: Any, many_nodes: Any = None) -> Any:
+    """A key that the profile presets, and whose type says what is allowed."""
+    return _declared(Preset(training, reference, many_nodes))
 
 
-def whole(default: int | Preset | None, low: int, high: int, unit: str, why: str) -> Any:
+def hidden(default: Any = ...) -> Any:
+    """A secret, or the key that names its file: left out where a configuration is shown."""
+    return Field(default, exclude=True)
+
+
+def whole(default: int | Preset | None, low: int, high: int, unit: str = "") -> Any:
     """A whole number with both bounds and a unit, which is empty for a port or a seed."""
-    return _declared(default, why, unit, ge=low, le=high)
+    allowed = f"a whole number from {low} to {high}" + (f" ({unit})" if unit else "")
+    return _declared(default, allowed, ge=low, le=high)
 
 
-def seconds(default: float, high: float, why: str) -> Any:
+def seconds(default: float, high: int) -> Any:
     """A duration: above zero, fractions allowed."""
-    return _declared(default, why, "seconds", gt=0, le=high)
+    return _declared(default, f"a number above 0 and up to {high} (seconds)", gt=0, le=high)
 
 
-def share(default: float | Preset, why: str) -> Any:
+def share(default: float | Preset) -> Any:
     """A share, from 0 to 1."""
-    return _declared(default, why, "share", ge=0, le=1)
+    return _declared(default, "a number from 0 to 1 (share)", ge=0, le=1)
 
 
-def _declared(default: Any, why: str, unit: str, **bounds: float) -> Any:
-    extra: dict[str, Any] = {"unit": unit}
+def _declared(default: Any, allowed: str = "", **bounds: float) -> Any:
+    extra: dict[str, Any] = {"allowed": allowed}
     if isinstance(default, Preset):
-        extra["preset"] = asdict(default)
+        extra["preset"] = default
         default = default.training
-    return Field(default, description=why, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
-
-
-# --- reading a declaration ------------------------------------------------------------------------
-
-
-def parts(annotation: Any) -> Iterator[Any]:
-    """An annotation and what it is made of: unions and ``Annotated`` opened, ``None`` left out."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        for part in get_args(annotation):
-            if part is not types.NoneType:
-                yield from parts(part)
-        return
-    if get_origin(annotation) is Annotated:
-        yield from annotation.__metadata__
-        yield from parts(get_args(annotation)[0])
-    else:
-        yield annotation
-
-
-def kind_of(field: FieldInfo) -> Any:
-    """The plain type behind a key: ``int``, ``Path``, ``SecretStr``, ``tuple``, a ``Literal``, …"""
-    for part in parts(field.annotation):
-        origin = get_origin(part)
-        if isinstance(part, type):
-            return part
-        if origin is Literal:
-            return Literal
-        if isinstance(origin, type):
-            return origin
-    raise TypeError(f"a key has an annotation of no known kind: {field.annotation}")
-
-
-def preset_of(field: FieldInfo) -> Preset | None:
-    """The preset of a key, or ``None`` where every profile has one default."""
-    extra = field.json_schema_extra
-    found = extra.get("preset") if isinstance(extra, dict) else None
-    return Preset(**found) if isinstance(found, dict) else None
-
-
-def unit_of(field: FieldInfo) -> str:
-    """The unit of a number as `` (unit)``, or an empty text where the key has no unit."""
-    extra = field.json_schema_extra
-    return f" ({extra['unit']})" if isinstance(extra, dict) and extra.get("unit") else ""
+    return Field(default, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
 
 
 # --- kinds of value -------------------------------------------------------------------------------
@@ -139,26 +105,17 @@ class Allowed:
     words: str
 
 
-def _refused() -> PydanticCustomError:
-    # The words that reach a person come from ``Allowed``, not from here.
-    return PydanticCustomError("not_allowed", "not allowed")
-
-
 def _fitting(fits: Callable[[Any], bool]) -> AfterValidator:
     def check(value: Any) -> Any:
-        if not fits(value):
-            raise _refused()
+        if not fits(value.get_secret_value() if isinstance(value, SecretStr) else value):
+            raise ValueError  # ``Allowed`` has the words that reach a person
         return value
 
     return AfterValidator(check)
 
 
 def _matching(pattern: str) -> AfterValidator:
-    return _fitting(lambda value: re.fullmatch(pattern, value) is not None)
-
-
-def _secret_matching(pattern: str) -> AfterValidator:
-    return _fitting(lambda value: re.fullmatch(pattern, value.get_secret_value()) is not None)
+    return _fitting(lambda text: re.fullmatch(pattern, text) is not None)
 
 
 def _is_http_url(value: str) -> bool:
@@ -175,13 +132,13 @@ FilePath = Annotated[Path, Allowed("a path")]
 
 Capability = Annotated[
     SecretStr,
-    _secret_matching(r"[A-Za-z0-9_-]{32,128}"),
+    _matching(r"[A-Za-z0-9_-]{32,128}"),
     Allowed("32 to 128 characters of A-Z, a-z, 0-9, _ and -"),
 ]
 
 NatsServers = Annotated[
     SecretStr,
-    _secret_matching(r"(nats|tls)://[\x21-\x2b\x2d-\x7e]+(,(nats|tls)://[\x21-\x2b\x2d-\x7e]+)*"),
+    _matching(r"(nats|tls)://[\x21-\x2b\x2d-\x7e]+(,(nats|tls)://[\x21-\x2b\x2d-\x7e]+)*"),
     Allowed("nats:// or tls:// addresses, separated by commas"),
 ]
 

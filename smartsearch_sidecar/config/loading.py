@@ -1,14 +1,15 @@
-"""``load``: the one way to a ``Config``.
+"""``load``: the one way to a ``Config``, and the one sentence for each thing that is wrong with it.
 
 Later wins: profile presets, file, environment, command line. Each source is read into flat keys
-with the place they came from; each collects what it can and a sentence for each thing it cannot
-take, so that a person sees all of them at once. Secrets are read from their files here, and no
-message or exception carries one. docs/adr/0005-configuration.md says why pydantic-settings does
-not do this. ``__init__`` re-exports ``load``.
+with the place they came from, and what cannot be taken is collected, so that a person sees all of
+it at once. Secrets are read from their files here. No message or exception carries one, nor the
+user or password inside an address. docs/adr/0005-configuration.md says why pydantic-settings does
+not do this.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -21,12 +22,79 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import messages, schema
-from smartsearch_sidecar.config.model import Config
+from smartsearch_sidecar.config.model import (
+    FIELDS,
+    KINDS,
+    PRESETS,
+    SECRETS_WITH_FILES,
+    SECTIONS,
+    Config,
+    allowed,
+)
 from smartsearch_sidecar.run.json_values import has_utf8_form
 
+ENV_PREFIX = "SMARTSEARCH_SIDECAR__"
 FILE_BYTES_MAX = 1024 * 1024  # a configuration is a few KiB; a corpus named by mistake is not read
 SECRET_FILE_BYTES_MAX = 4096  # a capability is 128 characters at most
+SHOWN_MAX = 200  # characters of a value in a message: a path fits, a corpus does not
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value, where it came from, and the folder its relative paths start at."""
+
+    value: Any
+    source: str
+    base: Path
+
+    def path(self) -> Any:
+        """The absolute path it means. Another value stays as it is: validation refuses it."""
+        value = self.value
+        if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+            return value
+        try:
+            path = self.base / Path(value).expanduser()
+        except RuntimeError:  # ~name, and no user has this name
+            return value
+        return Path(os.path.normpath(path))
+
+
+@dataclass
+class Given:
+    """What the sources say: keys, the sections named there, and a sentence for each problem."""
+
+    settings: dict[str, Setting] = field(default_factory=dict)
+    sections: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, key: str, setting: Setting) -> None:
+        """Takes one key; the setting of an earlier source gives way."""
+        if key in SECTIONS:
+            self.problems.append(not_a_key(key, setting.source))
+        elif key not in FIELDS:
+            self.problems.append(unknown(key, setting.source))
+        else:
+            self.settings[key] = setting
+
+    def add_table(self, table: dict[str, Any], prefix: str, source: str, base: Path) -> None:
+        for name, value in table.items():
+            key = prefix + name
+            if key in SECTIONS and isinstance(value, dict):
+                self.sections.add(key)
+                self.add_table(value, f"{key}.", source, base)
+            elif key in FIELDS and isinstance(value, dict):
+                self.problems.append(
+                    f"{key} ({source}) is a key, not a section: use {allowed(key)}."
+                )
+            else:
+                self.add(key, Setting(value, source, base))
+
+    def add_variable(self, name: str, words: str, base: Path) -> None:
+        key = name[len(ENV_PREFIX) :].lower().replace("__", ".")
+        if key in FIELDS or key in SECTIONS:
+            self.add(key, Setting(_read_words(KINDS.get(key), words), name, base))
+        else:
+            self.problems.append(unknown(key, "", as_env=True))
 
 
 def load(
@@ -50,174 +118,84 @@ def load(
         errors.ConfigError: one sentence for each thing that is wrong.
     """
     here = Path.cwd()
-    layers = [
-        *([_from_file(path)] if path is not None else []),
-        _from_environ(os.environ if environ is None else environ, here),
-        _from_overrides(overrides or {}, here),
-    ]
-    settings: dict[str, Setting] = {}
-    for layer in layers:
-        settings.update(layer.settings)
-    problems = [problem for layer in layers for problem in layer.problems]
-    problems += _read_secrets(settings)
-    values, unreadable = _values(settings)
-    problems += unreadable
-    config, refused = _validated(
-        _nested(values, {section for layer in layers for section in layer.sections}),
-        {key: setting.source for key, setting in settings.items()},
-    )
-    problems += refused
-    if problems or config is None:
-        raise errors.CONFIG_INVALID(messages.joined(problems))
-    return config
+    given = Given()
+    if path is not None:
+        given.add_table(_parsed(path), "", str(path), path.absolute().parent)
+    for name, words in sorted((os.environ if environ is None else environ).items()):
+        if name.upper().startswith(ENV_PREFIX):
+            given.add_variable(name, words, here)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            given.add(key, Setting(value, "command line", here))
+    _read_secrets(given)
+    nested = _nested(_values(given), given.sections)
+    try:
+        config = Config.model_validate(nested)
+    except ValidationError as exc:  # it ends here, as it holds the values
+        given.problems += _refusals(exc, given.settings)
+    else:
+        if not given.problems:
+            return config
+    raise errors.CONFIG_INVALID(_joined(given.problems))
 
 
-def _read_secrets(settings: dict[str, Setting]) -> list[str]:
-    """Adds the secrets of the files that ``…_file`` keys name; a sentence for each that fails."""
-    problems: list[str] = []
-    for key in schema.SECRETS_WITH_FILES:
-        setting = settings.get(f"{key}_file")
-        path = None if setting is None else _path(setting)
-        if setting is None or not isinstance(path, Path):
+def _read_secrets(given: Given) -> None:
+    """Adds the secrets of the files that ``…_file`` keys name."""
+    for key in SECRETS_WITH_FILES:
+        setting = given.settings.get(f"{key}_file")
+        if setting is None or not isinstance(path := setting.path(), Path):
             continue
-        if key in settings:
-            problems.append(f"{key} and {key}_file are both set: use one of them.")
+        if key in given.settings:
+            given.problems.append(f"{key} and {key}_file are both set: use one of them.")
             continue
         try:
             with path.open("rb") as file:
                 words = file.read(SECRET_FILE_BYTES_MAX).decode("ascii", "replace").strip()
         except OSError as exc:
-            problems.append(
-                f"{key}_file = {messages.shown(setting.value)} ({setting.source}) cannot be read "
+            given.problems.append(
+                f"{key}_file = {shown(setting.value)} ({setting.source}) cannot be read "
                 f"({exc.strerror or exc}): name a file this user may read."
             )
         else:
-            settings[key] = Setting(SecretStr(words), str(path), setting.base)
-    return problems
+            given.settings[key] = Setting(SecretStr(words), str(path), setting.base)
 
 
-def _values(settings: Mapping[str, Setting]) -> tuple[dict[str, Any], list[str]]:
-    """Every key's value as the models take it, presets filled in; a sentence for each failure."""
+def _values(given: Given) -> dict[str, Any]:
+    """Every key's value as the models take it, presets filled in."""
     values: dict[str, Any] = {}
-    problems: list[str] = []
-    for key, setting in settings.items():
+    for key, setting in given.settings.items():
         if not _is_text(setting.value):
-            problems.append(f"{key} ({setting.source}) is not valid text: use UTF-8.")
-        elif schema.is_path(key):
-            values[key] = _path(setting)
-        elif schema.kind_of(key) is tuple and isinstance(setting.value, list):
+            given.problems.append(f"{key} ({setting.source}) is not valid text: use UTF-8.")
+        elif KINDS[key] is Path:
+            values[key] = setting.path()
+        elif KINDS[key] is tuple and isinstance(setting.value, list):
             values[key] = tuple(setting.value)
         else:
             values[key] = setting.value
-    for key, preset in schema.PRESETS.items():
-        if key not in settings:
+    for key, preset in PRESETS.items():
+        if key not in given.settings:
             values[key] = preset.value(values.get("profile"), values.get("run.nodes"))
-    return values, problems
+    return values
 
 
 def _is_text(value: Any) -> bool:
     """Whether all text in a value is valid: bytes that are not UTF-8 arrive as lone surrogates."""
     if isinstance(value, list | tuple):
-        return all(_is_text(item) for item in value)
+        return all(map(_is_text, value))
     return has_utf8_form(str(value))
-
-
-def _path(setting: Setting) -> Any:
-    """The absolute path a setting means. Another value stays as it is: validation refuses it."""
-    value = setting.value
-    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        return value
-    try:
-        path = setting.base / Path(value).expanduser()
-    except RuntimeError:  # ~name, and no user has this name
-        return value
-    return Path(os.path.normpath(path))
 
 
 def _nested(values: Mapping[str, Any], named: set[str]) -> dict[str, Any]:
     """Dotted keys as the nested tables they stand for, sections without keys included."""
     nested: dict[str, Any] = {}
-    for section in named:
-        _table(nested, section.split("."))
-    for key, value in values.items():
+    for key in (*(f"{section}." for section in named), *values):
         *sections, name = key.split(".")
-        _table(nested, sections)[name] = value
+        table = nested
+        for section in sections:
+            table = table.setdefault(section, {})
+        if name:
+            table[name] = values[key]
     return nested
-
-
-def _table(nested: dict[str, Any], sections: list[str]) -> dict[str, Any]:
-    for section in sections:
-        nested = nested.setdefault(section, {})
-    return nested
-
-
-def _validated(
-    nested: dict[str, Any], sources: Mapping[str, str]
-) -> tuple[Config | None, list[str]]:
-    """The configuration, or sentences; pydantic's error ends here, as it holds the values."""
-    try:
-        return Config.model_validate(nested), []
-    except ValidationError as exc:
-        return None, messages.validation(exc, sources)
-
-
-# --- where values come from -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A value, where it came from, and the folder its relative paths start at."""
-
-    value: Any
-    source: str
-    base: Path
-
-
-@dataclass
-class Layer:
-    """One source: its keys, the sections named there, and a sentence for each problem."""
-
-    settings: dict[str, Setting] = field(default_factory=dict)
-    sections: set[str] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
-
-
-def _from_file(path: Path) -> Layer:
-    """The layer of a TOML file; ``ConfigError`` names the file, and the line where there is one."""
-    layer = Layer()
-    _flatten(_parsed(path), "", layer, str(path), path.absolute().parent)
-    return layer
-
-
-def _from_environ(environ: Mapping[str, str], base: Path) -> Layer:
-    """The layer of ``SMARTSEARCH_SIDECAR__SECTION__KEY`` variables."""
-    layer = Layer()
-    for name in sorted(environ):
-        if not name.upper().startswith(messages.ENV_PREFIX):
-            continue
-        key = name[len(messages.ENV_PREFIX) :].lower().replace("__", ".")
-        if key in schema.SECTIONS:
-            layer.problems.append(messages.not_a_key(key, name))
-        elif key not in schema.FIELDS:
-            layer.problems.append(messages.unknown(key, "", as_env=True))
-        else:
-            layer.settings[key] = Setting(_read_words(key, environ[name]), name, base)
-    return layer
-
-
-def _from_overrides(overrides: Mapping[str, Any], base: Path) -> Layer:
-    """The layer of dotted keys from command line flags; ``None`` is a flag that was not given."""
-    layer = Layer()
-    for key, value in overrides.items():
-        if value is None:
-            continue
-        if key in schema.SECTIONS:
-            layer.problems.append(messages.not_a_key(key, "command line"))
-        elif key not in schema.FIELDS:
-            layer.problems.append(messages.unknown(key, "command line"))
-        else:
-            layer.settings[key] = Setting(value, "command line", base)
-    return layer
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -254,29 +232,11 @@ def _reason(message: str, data: bytes) -> tuple[str, int]:
     return message[: position.start()], int(position[1])
 
 
-def _flatten(table: dict[str, Any], prefix: str, layer: Layer, source: str, base: Path) -> None:
-    for name, value in table.items():
-        key = prefix + name
-        if key in schema.SECTIONS:
-            if isinstance(value, dict):
-                layer.sections.add(key)
-                _flatten(value, f"{key}.", layer, source, base)
-            else:
-                layer.problems.append(messages.not_a_key(key, source))
-        elif key not in schema.FIELDS:
-            layer.problems.append(messages.unknown(key, source))
-        elif isinstance(value, dict):
-            layer.problems.append(messages.not_a_section(key, source))
-        else:
-            layer.settings[key] = Setting(value, source, base)
-
-
-def _read_words(key: str, words: str) -> Any:
-    """A variable's text as the kind of value its key holds.
+def _read_words(kind: Any, words: str) -> Any:
+    """A variable's text as a value of the kind its key holds.
 
     Text of another kind stays text: validation refuses it with everything else that is wrong.
     """
-    kind = schema.kind_of(key)
     try:
         if kind is int:
             return int(words)
@@ -291,3 +251,101 @@ def _read_words(key: str, words: str) -> Any:
     if kind is tuple:
         return [word.strip() for word in words.split(",")] if words.strip() else []
     return words
+
+
+# --- the sentences --------------------------------------------------------------------------------
+
+
+def env_name(key: str) -> str:
+    """The environment variable that sets a key."""
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
+def nearest(key: str) -> str:
+    """The known key or section a person most likely meant.
+
+    A slip of a letter inside the section first, then the same word in another section, then
+    the closest of all names.
+    """
+    section, _, leaf = key.rpartition(".")
+    everything = [*FIELDS, *SECTIONS]
+    siblings = {_leaf(known): known for known in everything if _section(known) == section}
+    if slip := difflib.get_close_matches(leaf, siblings, 1, cutoff=0.75):
+        return siblings[slip[0]]
+    if elsewhere := [known for known in everything if _leaf(known) == leaf]:
+        return max(elsewhere, key=lambda known: _alike(section, _section(known)))
+    return max(everything, key=lambda known: _alike(leaf, _leaf(known)) + _alike(key, known))
+
+
+def _section(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def unknown(key: str, source: str, *, as_env: bool = False) -> str:
+    close = nearest(key)
+    if close in SECTIONS:
+        close = f"the section [{close}]"
+    elif as_env:
+        close = env_name(close)
+    name = env_name(key) if as_env else key
+    return f"{name}{_at(source)} is not a known key: the nearest is {close}."
+
+
+def not_a_key(section: str, source: str) -> str:
+    example = next(key for key in FIELDS if key.startswith(f"{section}."))
+    return f"{section}{_at(source)} is a section, not a key: set its keys, as {example}."
+
+
+def not_allowed(key: str, value: Any, source: str) -> str:
+    if KINDS[key] is SecretStr:
+        return f"{key}{_at(source)} is not allowed: use {allowed(key)}."
+    return f"{key} = {shown(value)}{_at(source)} is not allowed: use {allowed(key)}."
+
+
+def shown(value: Any) -> str:
+    """A value as a person wrote it, cut short, without the user and password of an address."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list | tuple):
+        text = "[" + ", ".join(shown(item) for item in value[:8]) + (", …]" if value[8:] else "]")
+    elif isinstance(value, bool | int | float | str):
+        text = json.dumps(value, ensure_ascii=False)
+    else:
+        text = f'"{value}"'
+    text = re.sub(r"//[^/@\s]*@", "//***@", text)
+    return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 1] + "…"
+
+
+def _refusals(failure: ValidationError, settings: Mapping[str, Setting]) -> list[str]:
+    """A sentence for each problem pydantic found, in its order, each key once."""
+    sentences: dict[str, None] = {}
+    for problem in failure.errors(include_url=False):
+        if problem["type"] == "rules":
+            sentences.update(dict.fromkeys(problem["ctx"]["sentences"]))
+            continue
+        key = ".".join(part for part in problem["loc"] if isinstance(part, str))
+        source = settings[key].source if key in settings else ""
+        missing = problem["type"] == "missing"
+        sentence = f"{key} is missing: use {allowed(key)}."
+        sentences[sentence if missing else not_allowed(key, problem["input"], source)] = None
+    return list(sentences)
+
+
+def _joined(sentences: list[str]) -> str:
+    """One sentence as it is; several as a list, each on its own line."""
+    if len(sentences) == 1:
+        return sentences[0]
+    lines = "".join(f"\n  {sentence}" for sentence in sentences)
+    return f"The configuration has {len(sentences)} problems:{lines}"
+
+
+def _at(source: str) -> str:
+    return f" ({source})" if source else ""

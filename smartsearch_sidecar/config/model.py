@@ -1,7 +1,7 @@
-"""``Config``: the sections together, as the rest of the package receives them, and its rules.
+"""``Config``: the sections together, the rules between keys, and the flat table of all keys.
 
-Values are strict (a number in quotes is not a number) and frozen. ``loading.load`` is the way to
-make one: it also reads files, environment and profiles, and explains each problem.
+``loading.load`` is the way to make one: it also reads files, environment and profiles, and explains
+each problem.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import json
+import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, Union, get_args, get_origin
 
 from pydantic import Field, SecretStr, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from smartsearch_sidecar.config.keys import Section, key, kind_of
+from smartsearch_sidecar.config.keys import Allowed, Preset, Section
 from smartsearch_sidecar.config.sections import (
     ClusterSection,
     ExecuteSection,
@@ -26,17 +28,12 @@ from smartsearch_sidecar.config.sections import (
     ServerSection,
 )
 
-FILE_KEY: Final = "_file"
-"""The ending of a key that names the file a secret is read from."""
-
 
 class Config(Section):
     """Everything, loaded and checked."""
 
-    profile: Literal["training", "reference"] = key(
-        "training",
-        "Presets the keys that show two defaults; `reference` equals the reference implementation.",
-    )
+    profile: Literal["training", "reference"] = "training"
+    """Presets the keys that show two defaults; `reference` equals the reference implementation."""
     run: RunSection = Field(default_factory=RunSection)
     server: ServerSection = Field(default_factory=ServerSection)
     execute: ExecuteSection = Field(default_factory=ExecuteSection)
@@ -47,13 +44,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if sentences := broken(self):
+        if sentences := [sentence for rule in RULES for sentence in rule(self)]:
             raise PydanticCustomError("rules", "{sentences}", {"sentences": sentences})
         return self
 
     def public(self) -> dict[str, Any]:
         """JSON values of every key but the secrets; for claim, status and page."""
-        return self.model_dump(mode="json", exclude=_secrets(self))
+        return self.model_dump(mode="json")
 
     def digest(self) -> str:
         """sha256 of the keys that decide how a run behaves: not its directory, port or secrets."""
@@ -61,24 +58,6 @@ class Config(Section):
         del value["run"]["directory"], value["server"]["port"]
         canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
-
-
-def _secrets(section: Section) -> dict[str, Any]:
-    """Each secret and the key of its file, in the form that ``model_dump`` excludes."""
-    found: dict[str, Any] = {}
-    fields = type(section).model_fields
-    for name, field in fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            if inner := _secrets(value):
-                found[name] = inner
-            continue
-        if SecretStr in (
-            kind_of(field),
-            kind_of(fields.get(name.removesuffix(FILE_KEY), field)),
-        ):
-            found[name] = True
-    return found
 
 
 # --- rules between keys ---------------------------------------------------------------------------
@@ -211,6 +190,71 @@ RULES: Final[tuple[Callable[[Config], Iterator[str]], ...]] = (
 )
 
 
-def broken(config: Config) -> list[str]:
-    """The sentences of every rule that ``config`` breaks, in the order of ``RULES``."""
-    return [sentence for rule in RULES for sentence in rule(config)]
+# --- the flat table of keys -----------------------------------------------------------------------
+
+FIELDS: Final[dict[str, FieldInfo]] = {}
+"""Every key by its dotted name."""
+KINDS: Final[dict[str, Any]] = {}
+"""Its plain type: ``int``, ``Path``, ``SecretStr``, ``tuple``, or ``Literal`` itself."""
+SECTIONS: Final[dict[str, type[Section]]] = {}
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """An annotation and what it is made of: unions and ``Annotated`` opened, ``None`` left out."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            if part is not types.NoneType:
+                yield from _parts(part)
+    elif get_origin(annotation) is Annotated:
+        yield from annotation.__metadata__
+        yield from _parts(get_args(annotation)[0])
+    else:
+        yield annotation
+
+
+def _kind(field: FieldInfo) -> Any:
+    origins = (get_origin(part) or part for part in _parts(field.annotation))
+    return next(kind for kind in origins if isinstance(kind, type) or kind is Literal)
+
+
+def _read(model: type[Section], prefix: str = "") -> None:
+    for name, field in model.model_fields.items():
+        key, kind = prefix + name, _kind(field)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            SECTIONS[key] = kind
+            _read(kind, f"{key}.")
+        else:
+            FIELDS[key], KINDS[key] = field, kind
+
+
+_read(Config)
+
+
+def _extra(field: FieldInfo, name: str) -> Any:
+    extra = field.json_schema_extra
+    return extra.get(name) if isinstance(extra, dict) else None
+
+
+PRESETS: Final[dict[str, Preset]] = {
+    key: preset for key, field in FIELDS.items() if (preset := _extra(field, "preset"))
+}
+"""The keys that a profile presets. After loading each of them has a value."""
+
+SECRETS_WITH_FILES: Final = [
+    key for key in FIELDS if KINDS[key] is SecretStr and f"{key}_file" in FIELDS
+]
+"""The secrets that may also be read from a file, named by the key with ``_file`` behind it."""
+
+
+def allowed(key: str) -> str:
+    """The values a key may hold, in words that complete "use …"."""
+    field = FIELDS[key]
+    if words := _extra(field, "allowed"):
+        return str(words)
+    for part in (*field.metadata, *_parts(field.annotation)):
+        if isinstance(part, Allowed):
+            return part.words
+        if get_origin(part) is Literal:
+            *rest, last = (f'"{word}"' for word in get_args(part))
+            return f"{', '.join(rest)} or {last}"
+    return "true or false"

@@ -1,7 +1,7 @@
-"""Every section and its keys: each with its bounds, unit, default or presets, and reason.
+"""Every section and its keys: each with its bounds, unit, default or presets, and its meaning.
 
-A new key is one declaration here: run ``make readme`` and its row is in the table. A rule between
-keys stands in ``model``.
+A new key is one declaration here, with its meaning below it: run ``make readme`` and its row is in
+the table. A rule between keys stands in ``model``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from smartsearch_sidecar.config.keys import (
     Sha256,
     Sha256List,
     Words,
-    key,
+    hidden,
+    preset,
     seconds,
     share,
     whole,
@@ -37,24 +38,15 @@ from smartsearch_sidecar.config.keys import (
 class RunSection(Section):
     """The run this process serves."""
 
-    directory: FilePath | None = key(
-        None, "Where the ledger of this run is written; it must not exist yet. Also `--run-dir`."
-    )
-    nodes: int = whole(
-        1,
-        1,
-        4096,
-        "trainer nodes",
-        "How many sidecars this run has; above 1 each knows some of its answers.",
-    )
-    previous: FilePath | None = key(
-        None, "The run directory this run goes on from: the claim names its head and last receipt."
-    )
-    on_unclean_restart: Literal["latch", "report"] = key(
-        Preset("latch", "latch"),
-        "After a crash: close the latch, or only report it, where enforced provenance finds the "
-        "rollouts that met the outage.",
-    )
+    directory: FilePath | None = None
+    """Where the ledger of this run is written; it must not exist yet. Also `--run-dir`."""
+    nodes: int = whole(1, 1, 4096, "trainer nodes")
+    """How many sidecars this run has; above 1 each knows some of its answers."""
+    previous: FilePath | None = None
+    """The run directory this run goes on from: the claim names its head and last receipt."""
+    on_unclean_restart: Literal["latch", "report"] = preset("latch", "latch")
+    """After a crash: close the latch, or only report it, where enforced provenance finds the
+    rollouts that met the outage."""
 
     def needed_directory(self) -> Path:
         """``directory``, or a ``ConfigError`` that says how to name it."""
@@ -68,183 +60,121 @@ class RunSection(Section):
 class ServerSection(Section):
     """Where it listens, and the secrets in its URLs."""
 
-    host: Host = key(
-        "127.0.0.1", "The address to listen on. The protocol is plain HTTP: loopback only."
-    )
-    port: int = whole(8765, 0, 65535, "", "The port; 0 takes any free one.")
-    allow_remote: bool = key(
-        False,
-        "Allows a `host` that is not loopback: capabilities then cross a network unencrypted.",
-    )
-    execute_capability: Capability | None = key(
-        None, "The secret of `sandbox_url`; made at start when absent."
-    )
-    execute_capability_file: FilePath | None = key(None, "Instead: a file that holds it.")
-    internal_capability: Capability | None = key(
-        None, "The secret of `internal_url`; made at start when absent, never the same one."
-    )
-    internal_capability_file: FilePath | None = key(None, "Instead: a file that holds it.")
-    probe_host: Host | None = key(
-        None, "The address of a second listener that has `/livez` and `/readyz` alone."
-    )
-    probe_port: int | None = whole(
-        None, 0, 65535, "", "Its port; 0 takes any free one. Set both keys or neither."
-    )
-    body_seconds: float = seconds(
-        10, 3600, "A request body must arrive within this; a stalled one holds a connection."
-    )
-    idle_seconds: float = seconds(
-        75, 86400, "An idle connection is closed after this; above the clients' own pool time."
-    )
-    connections_max: int = whole(
-        4096, 1, 65536, "connections", "Open at once; each costs a descriptor and 10 KB."
-    )
+    host: Host = "127.0.0.1"
+    """The address to listen on. The protocol is plain HTTP: loopback only."""
+    port: int = whole(8765, 0, 65535)
+    """The port; 0 takes any free one."""
+    allow_remote: bool = False
+    """Allows a `host` that is not loopback: capabilities then cross a network unencrypted."""
+    execute_capability: Capability | None = hidden(None)
+    """The secret of `sandbox_url`; made at start when absent."""
+    execute_capability_file: FilePath | None = hidden(None)
+    """Instead: a file that holds it."""
+    internal_capability: Capability | None = hidden(None)
+    """The secret of `internal_url`; made at start when absent, never the same one."""
+    internal_capability_file: FilePath | None = hidden(None)
+    """Instead: a file that holds it."""
+    probe_host: Host | None = None
+    """The address of a second listener that has `/livez` and `/readyz` alone."""
+    probe_port: int | None = whole(None, 0, 65535)
+    """Its port; 0 takes any free one. Set both keys or neither."""
+    body_seconds: float = seconds(10, 3600)
+    """A request body must arrive within this; a stalled one holds a connection."""
+    idle_seconds: float = seconds(75, 86400)
+    """An idle connection is closed after this; above the clients' own pool time."""
+    connections_max: int = whole(4096, 1, 65536, "connections")
+    """Open at once; each costs a descriptor and 10 KB."""
 
 
 class LedgerSection(Section):
     """How the journal is written."""
 
-    segment_mib: int = whole(
-        256, 1, 4096, "MiB", "A journal file of this size is followed by another."
-    )
-    sync: bool = key(
-        True, "Syncs before it answers. Off only for measurements: a power cut then loses answers."
-    )
+    segment_mib: int = whole(256, 1, 4096, "MiB")
+    """A journal file of this size is followed by another."""
+    sync: bool = True
+    """Syncs before it answers. Off only for measurements: a power cut then loses answers."""
 
 
 class ClusterSection(Section):
     """One verdict over many nodes, by NATS JetStream. Needs `run.nodes` of 2 or more."""
 
-    nats_url: NatsServers = key(..., "The NATS servers; a secret, as it may hold one.")
-    run_id: Name = key(..., "The run's name, the same on every node.")
-    node: Name = key(..., "This node's name, different on every node.")
-    lease_block: int = whole(
-        256,
-        1,
-        1_000_000,
-        "searches",
-        "Quota leased at once: a larger block means less traffic, and more lost with a node.",
-    )
-    lost_seconds: float = seconds(
-        15, 3600, "The run ends when a node, or NATS, is silent for this long."
-    )
+    nats_url: NatsServers = hidden()
+    """The NATS servers; a secret, as it may hold one."""
+    run_id: Name
+    """The run's name, the same on every node."""
+    node: Name
+    """This node's name, different on every node."""
+    lease_block: int = whole(256, 1, 1_000_000, "searches")
+    """Quota leased at once: a larger block means less traffic, and more lost with a node."""
+    lost_seconds: float = seconds(15, 3600)
+    """The run ends when a node, or NATS, is silent for this long."""
 
 
 class ExecuteSection(Section):
     """Searches: `POST /<execute>/execute` and its sister routes."""
 
-    environment: Words = key(
-        "agentinputlab:smartsearch-fixed-wikipedia-v1", "The one `env` text that is served."
-    )
-    accepted_environment_sha256: Sha256List = key(
-        (), "Digests of other `env` texts (an unmodified dataset's) that are served as well."
-    )
-    max_calls: int = whole(
-        10_000,
-        1,
-        1_000_000_000,
-        "searches",
-        "The run's quota; one search more closes the latch.",
-    )
-    slots: int = whole(
-        8, 1, 1024, "searches", "Served at once; 8 is the reference's number. The others wait."
-    )
-    waiting_max: int = whole(
-        Preset(512, 0),
-        0,
-        65536,
-        "requests",
-        "The waiting room: ranks x 8 minus the slots, or more; one request more closes the latch.",
-    )
-    deadline_seconds: float = seconds(
-        9, 3600, "Waiting and search together; below the 10 s after which the pinned client leaves."
-    )
-    body_bytes_max: int = whole(
-        Preset(262_144, 16_384),
-        1,
-        16 * MIB,
-        "bytes",
-        "A larger body is refused unread: a dataset's own `env` source and a long query fit.",
-    )
-    on_invalid_query: Literal["decline", "latch"] = key(
-        Preset("decline", "latch"),
-        "An invalid query of the policy: answer `invalid query` and record it, or close the latch.",
-    )
-    on_undelivered: Literal["latch", "record"] = key(
-        Preset("latch", "latch"),
-        "A client that left before its answer: its rollout then holds a timeout, not an answer.",
-    )
-    routes: Routes = key(
-        ("execute",),
-        "Served under the execute capability; `search` and `retrieve` are for other trainers.",
-    )
-    retrieve_topk: int = whole(
-        3,
-        1,
-        50,
-        "passages",
-        "The only `topk` that `/retrieve` serves. rLLM asks for 10.",
-    )
+    environment: Words = "agentinputlab:smartsearch-fixed-wikipedia-v1"
+    """The one `env` text that is served."""
+    accepted_environment_sha256: Sha256List = ()
+    """Digests of other `env` texts (an unmodified dataset's) that are served as well."""
+    max_calls: int = whole(10_000, 1, 1_000_000_000, "searches")
+    """The run's quota; one search more closes the latch."""
+    slots: int = whole(8, 1, 1024, "searches")
+    """Served at once; 8 is the reference's number. The others wait."""
+    waiting_max: int = whole(Preset(512, 0), 0, 65536, "requests")
+    """The waiting room: ranks x 8 minus the slots, or more; one request more closes the latch."""
+    deadline_seconds: float = seconds(9, 3600)
+    """Waiting and search together; below the 10 s after which the pinned client leaves."""
+    body_bytes_max: int = whole(Preset(262_144, 16_384), 1, 16 * MIB, "bytes")
+    """A larger body is refused unread: a dataset's own `env` source and a long query fit."""
+    on_invalid_query: Literal["decline", "latch"] = preset("decline", "latch")
+    """An invalid query of the policy: answer `invalid query` and record it, or close the latch."""
+    on_undelivered: Literal["latch", "record"] = preset("latch", "latch")
+    """A client that left before its answer: its rollout then holds a timeout, not an answer."""
+    routes: Routes = ("execute",)
+    """Served under the execute capability; `search` and `retrieve` are for other trainers."""
+    retrieve_topk: int = whole(3, 1, 50, "passages")
+    """The only `topk` that `/retrieve` serves. rLLM asks for 10."""
 
 
 class Bm25Section(Section):
     """The embedded BM25 index."""
 
-    index: FilePath | None = key(None, "The folder `index build` wrote. Needed by `bm25`.")
+    index: FilePath | None = None
+    """The folder `index build` wrote. Needed by `bm25`."""
 
 
 class FlashRagSection(Section):
     """A FlashRAG retriever service in front of which the sidecar stands."""
 
-    url: HttpUrl | None = key(None, "The retriever's address. Needed by `flashrag`.")
-    corpus_sha256: Sha256 | None = key(
-        None, "The corpus it serves, as the operator declares it. Needed by `flashrag`."
-    )
-    index_sha256: Sha256 | None = key(
-        None, "The index it serves, as the operator declares it. Needed by `flashrag`."
-    )
-    batch_max: int = whole(
-        32,
-        1,
-        1024,
-        "searches",
-        "Gathered into one `/batch_search` while another runs; needs as many `execute.slots`.",
-    )
-    canaries: FilePath | None = key(
-        None, "Recorded questions and answers, asked at start and every 60 s to defend the digests."
-    )
-    timeout_seconds: float = seconds(
-        8, 3600, "One call to it; below the deadline, so that a hang is named as the retriever's."
-    )
+    url: HttpUrl | None = None
+    """The retriever's address. Needed by `flashrag`."""
+    corpus_sha256: Sha256 | None = None
+    """The corpus it serves, as the operator declares it. Needed by `flashrag`."""
+    index_sha256: Sha256 | None = None
+    """The index it serves, as the operator declares it. Needed by `flashrag`."""
+    batch_max: int = whole(32, 1, 1024, "searches")
+    """Gathered into one `/batch_search` while another runs; needs as many `execute.slots`."""
+    canaries: FilePath | None = None
+    """Recorded questions and answers, asked at start and every 60 s to defend the digests."""
+    timeout_seconds: float = seconds(8, 3600)
+    """One call to it; below the deadline, so that a hang is named as the retriever's."""
 
 
 class RetrievalSection(Section):
     """The retriever, and how its answers are handled."""
 
-    provider: ProviderName = key("bm25", "The backend.")
-    retries: int = whole(
-        Preset(2, 0),
-        0,
-        10,
-        "tries",
-        "More tries after a transport fault, 0.25 s, 1 s, then 2 s apart, within the deadline; "
-        "asking again costs nothing and gives the same answer.",
-    )
-    cache_mib: int = whole(
-        Preset(64, 0),
-        0,
-        65536,
-        "MiB",
-        "Answers kept for repeated searches; 0 also ends the sharing of identical ones in flight.",
-    )
-    on_protocol_tag: Literal["drop", "latch"] = key(
-        Preset("drop", "latch"),
-        "A passage with a protocol tag: it would end or forge a turn of the rollout.",
-    )
-    on_drift: Literal["latch", "off"] = key(
-        Preset("latch", "off"),
-        "A remote document whose text differs from the one this run saw under its id before.",
-    )
+    provider: ProviderName = "bm25"
+    """The backend."""
+    retries: int = whole(Preset(2, 0), 0, 10, "tries")
+    """More tries after a transport fault, 0.25 s, 1 s, then 2 s apart, within the deadline; asking
+    again costs nothing and gives the same answer."""
+    cache_mib: int = whole(Preset(64, 0), 0, 65536, "MiB")
+    """Answers kept for repeated searches; 0 also ends the sharing of identical ones in flight."""
+    on_protocol_tag: Literal["drop", "latch"] = preset("drop", "latch")
+    """A passage with a protocol tag: it would end or forge a turn of the rollout."""
+    on_drift: Literal["latch", "off"] = preset("latch", "off")
+    """A remote document whose text differs from the one this run saw under its id before."""
     bm25: Bm25Section = Field(default_factory=Bm25Section)
     flashrag: FlashRagSection = Field(default_factory=FlashRagSection)
 
@@ -252,98 +182,73 @@ class RetrievalSection(Section):
 class QuotasSection(Section):
     """What one split of the references may cost."""
 
-    max_scores: int = whole(10_000, 0, 1_000_000_000, "scores", "Scored rollouts.")
-    max_helper_calls: int = whole(
-        100_000, 0, 1_000_000_000, "calls", "Calls to the helper; each costs GPU time."
-    )
-    max_output_tokens: int = whole(
-        10_000_000,
-        0,
-        1_000_000_000_000,
-        "tokens",
-        "Tokens the helper writes, 2048 reserved a call.",
-    )
+    max_scores: int = whole(10_000, 0, 1_000_000_000, "scores")
+    """Scored rollouts."""
+    max_helper_calls: int = whole(100_000, 0, 1_000_000_000, "calls")
+    """Calls to the helper; each costs GPU time."""
+    max_output_tokens: int = whole(10_000_000, 0, 1_000_000_000_000, "tokens")
+    """Tokens the helper writes, 2048 reserved a call."""
 
 
 class ReferencesSection(Section):
     """Question and answers per split, from the trainer's Parquet or JSONL."""
 
-    train: FilePath | None = key(None, "The training split.")
-    validation: FilePath | None = key(None, "The validation split; no question may be in both.")
+    train: FilePath | None = None
+    """The training split."""
+    validation: FilePath | None = None
+    """The validation split; no question may be in both."""
 
 
 class HelperSection(Section):
     """The language model the pinned scorer asks for its verdicts."""
 
-    kind: Literal["sglang", "completions"] = key(
-        "sglang", "SGLang's `/generate`, or an OpenAI-compatible `/v1/completions`."
-    )
-    url: HttpUrl | None = key(None, "The helper's address. Needed with rewards.")
-    model: Words | None = key(None, "The name it serves the model under. Needed with rewards.")
-    model_sha256: Sha256 | None = key(
-        None, "The model, as the operator declares it. Needed with rewards."
-    )
-    timeout_seconds: float = seconds(
-        120, 3600, "One call: 2048 tokens at a busy helper. A late answer fails the score."
-    )
-    concurrency: int = whole(
-        64, 1, 4096, "calls", "Sent to the helper at once; a larger number only queues there."
-    )
+    kind: Literal["sglang", "completions"] = "sglang"
+    """SGLang's `/generate`, or an OpenAI-compatible `/v1/completions`."""
+    url: HttpUrl | None = None
+    """The helper's address. Needed with rewards."""
+    model: Words | None = None
+    """The name it serves the model under. Needed with rewards."""
+    model_sha256: Sha256 | None = None
+    """The model, as the operator declares it. Needed with rewards."""
+    timeout_seconds: float = seconds(120, 3600)
+    """One call: 2048 tokens at a busy helper. A late answer fails the score."""
+    concurrency: int = whole(64, 1, 4096, "calls")
+    """Sent to the helper at once; a larger number only queues there."""
 
 
 class RewardSection(QuotasSection):
     """Rewards by the pinned scorer. The three quotas here are the training split's."""
 
-    enabled: bool = key(False, "Serves `/reward`; needs scorer, references and helper.")
-    checkout: FilePath | None = key(
-        None,
-        "The operator's checkout of the pinned trainer: commit, clean tree and scorer checked.",
-    )
-    source: FilePath | None = key(
-        None, "Instead of a checkout: the scorer's one file, pinned by `source_sha256`."
-    )
-    source_sha256: Sha256 | None = key(None, "The digest of `source`.")
-    slots: int = whole(
-        8,
-        1,
-        1024,
-        "requests",
-        "Scored at once; a batch is one request, whatever its rows.",
-    )
-    waiting_max: int = whole(
-        64, 0, 65536, "requests", "The waiting room; a full one closes the latch."
-    )
-    deadline_seconds: float = seconds(
-        600, 86400, "Waiting and scoring of one request, all helper calls of a batch included."
-    )
-    batch_max: int = whole(
-        64,
-        1,
-        4096,
-        "rows",
-        "Rows of one batch; all of them stay in memory until it is answered.",
-    )
-    max_input_bytes: int = whole(
-        16 * MIB, 1, 256 * MIB, "bytes", "One rollout's text; far above any context window."
-    )
-    seed: int = whole(17, 0, 2**31 - 1, "", "Sent to a helper whose protocol has a seed.")
-    provenance: Literal["enforce", "record", "off"] = key(
-        # One sidecar of many cannot know what the others answered: it can record, not refuse.
-        Preset("enforce", "off", many_nodes="record"),
-        "Whether each passage block of a scored rollout must be an answer this run gave.",
-    )
-    side_by_side: bool = key(
-        Preset(True, False), "Sends the helper calls of a row, and of a batch, together."
-    )
-    reuse_identical: bool = key(
-        Preset(True, False),
-        "Gives a repeated rollout its recorded score: the trainer scores each batch twice.",
-    )
-    unparsed_share_max: float = share(
-        Preset(0.2, 1.0),
-        "Verdicts that are neither 0 nor 1 count as correct upstream: above this share of the last "
-        "200 the latch closes. 1.0 never does.",
-    )
+    enabled: bool = False
+    """Serves `/reward`; needs scorer, references and helper."""
+    checkout: FilePath | None = None
+    """The operator's checkout of the pinned trainer: commit, clean tree and scorer checked."""
+    source: FilePath | None = None
+    """Instead of a checkout: the scorer's one file, pinned by `source_sha256`."""
+    source_sha256: Sha256 | None = None
+    """The digest of `source`."""
+    slots: int = whole(8, 1, 1024, "requests")
+    """Scored at once; a batch is one request, whatever its rows."""
+    waiting_max: int = whole(64, 0, 65536, "requests")
+    """The waiting room; a full one closes the latch."""
+    deadline_seconds: float = seconds(600, 86400)
+    """Waiting and scoring of one request, all helper calls of a batch included."""
+    batch_max: int = whole(64, 1, 4096, "rows")
+    """Rows of one batch; all of them stay in memory until it is answered."""
+    max_input_bytes: int = whole(16 * MIB, 1, 256 * MIB, "bytes")
+    """One rollout's text; far above any context window."""
+    seed: int = whole(17, 0, 2**31 - 1)
+    """Sent to a helper whose protocol has a seed."""
+    # One sidecar of many cannot know what the others answered: it can record, not refuse.
+    provenance: Literal["enforce", "record", "off"] = preset("enforce", "off", many_nodes="record")
+    """Whether each passage block of a scored rollout must be an answer this run gave."""
+    side_by_side: bool = preset(True, False)
+    """Sends the helper calls of a row, and of a batch, together."""
+    reuse_identical: bool = preset(True, False)
+    """Gives a repeated rollout its recorded score: the trainer scores each batch twice."""
+    unparsed_share_max: float = share(Preset(0.2, 1.0))
+    """Verdicts that are neither 0 nor 1 count as correct upstream: above this share of the last 200
+    the latch closes. 1.0 never does."""
     references: ReferencesSection = Field(default_factory=ReferencesSection)
     validation: QuotasSection = Field(default_factory=QuotasSection)
     helper: HelperSection = Field(default_factory=HelperSection)

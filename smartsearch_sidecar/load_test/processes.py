@@ -23,7 +23,7 @@ import tomli_w
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints, read_endpoints
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.config.messages import ENV_PREFIX
+from smartsearch_sidecar.config.loading import ENV_PREFIX
 from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, Workload
 from smartsearch_sidecar.load_test.report import CallStats
 

@@ -26,14 +26,11 @@ from smartsearch_sidecar import errors
 THINK: Final = "<think>"
 THINKS_OF_THE_PROMPT: Final = 3
 """In the pinned system prompt; the fourth ends the generation prompt: no policy can omit it."""
-
 SEARCH_END: Final = "</search>"
 RESULT_START: Final = "<result>"
 RESULT_END: Final = "</result>"
-
 DIGEST_BYTES: Final = 16
 """Two of 10 million texts collide with a probability of 1e-25."""
-
 UNCOUNTED_ANSWERS: Final = 16
 """Room beyond the capacity for constant answers that consume no attempt (a declined query)."""
 
@@ -44,20 +41,16 @@ _SHARD_DIGESTS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the blocks of one response are.
-
-    Attributes:
-        judged: complete blocks where only the rollout writes.
-        policy_own: other ``<result>`` tags.
-        cut: 1 when the last block of the rollout has no end, else 0.
-        broken: where the judged blocks begin that are no answer of this run (offsets into the text,
-            in characters).
-    """
+    """What the blocks of one response are."""
 
     judged: int
+    """Complete blocks where only the rollout writes."""
     policy_own: int
+    """Other ``<result>`` tags."""
     cut: int
+    """1 when the last block of the rollout has no end, else 0."""
     broken: tuple[int, ...]
+    """Offsets in characters of the judged blocks that are no answer of this run."""
 
 
 class AnswerDigests:
@@ -81,16 +74,8 @@ class AnswerDigests:
         """Distinct answers held."""
         return self._count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tables."""
-        return sum(map(len, self._tables))
-
     def add(self, result_text: str) -> None:
-        """Remembers an answer. Call it before the answer is handed over.
-
-        Args:
-            result_text: the ``result`` of the answer, exactly as sent; may be empty.
+        """Remembers an answer: its ``result``, exactly as sent. Call it before it is handed over.
 
         Raises:
             InvariantBroken: more distinct answers than the capacity.
@@ -126,10 +111,7 @@ class AnswerDigests:
         return table[place : place + DIGEST_BYTES] == digest
 
     def judge(self, solution_str: str) -> Judgement:
-        """Judges the blocks of one rollout.
-
-        Args:
-            solution_str: prompt and response, decoded together, special tokens kept.
+        """Judges one rollout: prompt and response, decoded together, special tokens kept.
 
         Raises:
             TemplateDiffers: the text has no fourth ``<think>``, so no response can be told apart.
@@ -160,40 +142,32 @@ class AnswerDigests:
 
 
 def block_of(result_text: str) -> str:
-    """The block an answer becomes, up to its end tag. The client names the field and strips; an
-    empty field it leaves out.
-    """
+    """The block an answer becomes. The client names the field and strips; an empty one it omits."""
     client_text = f"result: \n{result_text}".strip() if result_text else ""
     return f"{RESULT_START}{client_text}\n{RESULT_END}"
 
 
 def block_digest(block: str) -> bytes:
-    """The 16 bytes a block is known by: BLAKE2b of its UTF-8 form, composed (NFC) as the rollout's
-    tokenizer composes it.
-    """
+    """BLAKE2b of a block's UTF-8 form, composed (NFC) as the rollout's tokenizer composes it."""
     text = unicodedata.normalize("NFC", block).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 def _response(solution_str: str) -> int:
     """Where the response begins, as the scorer finds it."""
-    place = solution_str.find(THINK)
-    for _ in range(THINKS_OF_THE_PROMPT):
-        if place < 0:
-            break
+    place = -len(THINK)
+    for _ in range(THINKS_OF_THE_PROMPT + 1):
         place = solution_str.find(THINK, place + len(THINK))
-    if place < 0:
-        raise errors.TEMPLATE_DIFFERS(
-            "the text of a rollout has no fourth <think>, where the response begins: the chat "
-            "template differs from the pinned one"
-        )
+        if place < 0:
+            raise errors.TEMPLATE_DIFFERS(
+                "the text of a rollout has no fourth <think>, where the response begins: the chat "
+                "template differs from the pinned one"
+            )
     return place
 
 
 def _place(table: bytearray, digest: bytes) -> int:
-    """The offset of a digest in its table, or of the free slot it would go to. Tables are never
-    full, so there is one.
-    """
+    """The offset of a digest, or of the free slot it would go to: a table is never full."""
     slots = len(table) // DIGEST_BYTES
     slot = int.from_bytes(digest[:8], "big") % slots
     while True:

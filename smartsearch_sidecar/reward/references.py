@@ -23,17 +23,17 @@ from smartsearch_sidecar.run.json_values import is_filled_text
 
 Split: TypeAlias = Literal["train", "validation"]
 
+Declared: TypeAlias = dict[str, tuple[Split, tuple[str, ...]]]
+"""A question (stripped, NFC) to its split and answers (NFC)."""
+
 TURN_START: Final = "<|im_start|>user\n"
 TURN_END: Final = "<|im_end|>"
 """The user turn of the pinned chat template; the scorer reads the first one."""
-
 PARQUET_MAGIC: Final = b"PAR1"
 PARQUET_BATCH_ROWS: Final = 1024
-"""Rows decoded at once: the file is streamed, whatever the size of its row groups."""
-
+"""Rows decoded at once: the file is streamed, also where one row group holds all of it."""
 ROWS_NAMED_MAX: Final = 5
 """Bad rows a refusal names; a file that is wrong throughout needs no longer list."""
-
 _COLUMNS: Final = ("question", "golden_answers", "ground_truth", "reward_model.ground_truth")
 
 
@@ -55,10 +55,14 @@ class References:
         counts: questions per declared split.
     """
 
-    def __init__(self, declared: Mapping[str, tuple[Split, tuple[str, ...]]]) -> None:
-        """``declared`` maps a question (stripped, NFC) to its split and answers (NFC)."""
+    def __init__(self, declared: Declared) -> None:
         self._declared = declared
-        self.digest = _digest(declared)
+        rows = sorted((split, question, answers) for question, (split, answers) in declared.items())
+        dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(f"{dump(row)}\n".encode())
+        self.digest = digest.hexdigest()
         splits = [split for split, _answers in declared.values()]
         self.counts = {split: splits.count(split) for split in sorted(set(splits))}
 
@@ -74,14 +78,11 @@ class References:
                 counted from 1 (lines, in JSONL).
             NotAvailable: a Parquet file, and pyarrow is not installed.
         """
-        declared: dict[str, tuple[Split, tuple[str, ...]]] = {}
-        files: tuple[tuple[Split, Path | None], ...] = (
-            ("train", train),
-            ("validation", validation),
-        )
-        for split, path in files:
-            if path is not None:
-                _declare(declared, split, path)
+        declared: Declared = {}
+        if train is not None:
+            _declare(declared, "train", train)
+        if validation is not None:
+            _declare(declared, "validation", validation)
         if not declared:
             raise errors.REFERENCES_INVALID(
                 "no references are declared: set reward.references.train or .validation"
@@ -98,17 +99,16 @@ class References:
             solution_str: prompt and response, decoded together.
             ground_truth: the answers as the dataset has them: one, or several in order.
 
-        Raises:
-            NoUserTurn: the text has none.
-            ReferenceMismatch: the question is not declared, or has other answers.
+        Raises: ``NO_USER_TURN``; ``REFERENCE_MISMATCH`` where the question is not declared, or has
+        other answers.
         """
         question = user_question(solution_str)
-        split, answers = self._declared.get(_composed(question), (None, None))
-        if split is None:
+        if (found := self._declared.get(_composed(question))) is None:
             raise errors.REFERENCE_MISMATCH(
                 "the question of a rollout is not among the declared references; train and "
                 "validate on the files named in [reward.references]"
             )
+        split, answers = found
         given = (ground_truth,) if isinstance(ground_truth, str) else tuple(ground_truth)
         if tuple(map(_composed, given)) != answers:
             raise errors.REFERENCE_MISMATCH(
@@ -119,11 +119,7 @@ class References:
 
 
 def user_question(solution_str: str) -> str:
-    """The first user turn, without the white space around it, as the scorer finds it.
-
-    Raises:
-        NoUserTurn: there is none.
-    """
+    """The first user turn, without the white space around it, as the scorer finds it."""
     start = solution_str.find(TURN_START)
     begin = start + len(TURN_START)
     end = solution_str.find(TURN_END, begin)
@@ -139,26 +135,15 @@ def _composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
-def _digest(declared: Mapping[str, tuple[Split, tuple[str, ...]]]) -> str:
-    digest = hashlib.sha256()
-    for question in sorted(declared, key=lambda question: (declared[question][0], question)):
-        split, answers = declared[question]
-        row = [split, question, answers]
-        line = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
-        digest.update(line.encode() + b"\n")
-    return digest.hexdigest()
-
-
 class _BadRow(Exception):
     """Why one row cannot be used; never leaves this module."""
 
 
-def _declare(declared: dict[str, tuple[Split, tuple[str, ...]]], split: Split, path: Path) -> None:
+def _declare(declared: Declared, split: Split, path: Path) -> None:
     """Adds one file, or refuses it with its bad rows."""
     bad: list[str] = []
-    found = 0
+    number = 0
     for number, row in _rows(path):
-        found += 1
         try:
             question, answers = _parse(row)
             before = declared.setdefault(question, (split, answers))
@@ -173,7 +158,7 @@ def _declare(declared: dict[str, tuple[Split, tuple[str, ...]]], split: Split, p
         raise errors.REFERENCES_INVALID(
             f"reward.references.{split} {path}: {'; '.join(bad[:ROWS_NAMED_MAX])}{more}"
         )
-    if not found:
+    if not number:
         raise errors.REFERENCES_INVALID(f"reward.references.{split} {path} has no rows")
 
 
@@ -209,7 +194,7 @@ def _answers(value: object) -> tuple[str, ...]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, object]]:
-    """Rows with their numbers; a line that cannot be read is a ``_BadRow`` in its place."""
+    """Rows with their numbers; in place of a line that cannot be read, a ``_BadRow``."""
     try:
         with path.open("rb") as file:
             is_parquet = file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC

@@ -19,9 +19,9 @@ import ast
 import re
 import string
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, Final, Literal, TypeAlias, Union
 
@@ -42,20 +42,8 @@ _PLACEHOLDER: Final = f"<answer>0{STOP}"
 """What the first pass answers; its rewards are thrown away."""
 
 
-@dataclass(frozen=True)
-class VerdictCounts:
-    """How many verdicts were ``0``, ``1``, or something the scorer silently takes for correct."""
-
-    zero: int = 0
-    one: int = 0
-    other: int = 0
-
-
 class Scorer:
     """Computes rewards with one verified source.
-
-    Args:
-        source: the verified file.
 
     Raises:
         ScorerSourceError: the file does not compile, or lacks one of the functions we lean on.
@@ -68,9 +56,7 @@ class Scorer:
     def collect_prompts(self, solution_str: str, ground_truth: Answers) -> tuple[str, ...]:
         """The prompts the scorer will ask, in order, without asking the helper.
 
-        Raises:
-            TemplateDiffers: the scorer cannot read the text.
-            ScorerFailed: it raised.
+        Raises: ``TEMPLATE_DIFFERS`` where the scorer cannot read the text; ``SCORER_FAILED``.
         """
         prompts: list[str] = []
 
@@ -82,10 +68,7 @@ class Scorer:
         return tuple(prompts)
 
     def score(
-        self,
-        solution_str: str,
-        ground_truth: Answers,
-        answers: Sequence[tuple[str, str]],
+        self, solution_str: str, ground_truth: Answers, answers: Sequence[tuple[str, str]]
     ) -> float:
         """The reward, given the helper's answers to the prompts of the first pass.
 
@@ -94,9 +77,8 @@ class Scorer:
             ground_truth: the reference answers.
             answers: pairs of prompt and the helper's text (without the stop string), in order.
 
-        Raises:
-            PromptsDiffer: the scorer asked for other prompts, more, or fewer.
-            TemplateDiffers, ScorerFailed, NonFiniteReward: see ``errors``.
+        Raises: ``PROMPTS_DIFFER`` where the scorer asked for other prompts, more, or fewer;
+        ``TEMPLATE_DIFFERS``, ``SCORER_FAILED``, ``NONFINITE_REWARD``.
         """
         left = iter(answers)
 
@@ -110,8 +92,7 @@ class Scorer:
             return text + STOP
 
         value = self._run(replay, solution_str, ground_truth)
-        unused = sum(1 for _ in left)
-        if unused:
+        if unused := len(list(left)):
             raise errors.PROMPTS_DIFFER(
                 f"the scorer's second pass left {unused} of {len(answers)} prompts unasked; the "
                 "source is not deterministic, score with reward.side_by_side = false"
@@ -123,27 +104,21 @@ class Scorer:
     ) -> float:
         """The reward in one pass, each prompt asked when the scorer asks it.
 
-        Args:
-            ask: prompt to the helper's text (without the stop string). What it raises ends the
-                score and comes out of here unchanged, even if the source would swallow it.
+        ``ask`` gives the helper's text (without the stop string). What it raises ends the score and
+        comes out of here unchanged, even if the source would swallow it.
 
-        Raises:
-            TemplateDiffers, ScorerFailed, NonFiniteReward: see ``errors``.
+        Raises: ``TEMPLATE_DIFFERS``, ``SCORER_FAILED``, ``NONFINITE_REWARD``.
         """
         return _reward(self._run(lambda prompt: ask(prompt) + STOP, solution_str, ground_truth))
 
     def verdict(self, text: str) -> Literal["0", "1", "other"]:
-        """What the scorer reads in one helper text (without the stop string)."""
-        functions = self._functions(lambda _prompt: text + STOP)
-        found = _call(self.source, functions[EXTRACTION], "")
-        if not isinstance(found, str):
-            return "other"
-        return "0" if found == "0" else "1" if found == "1" else "other"
+        """What the scorer reads in one helper text (without the stop string).
 
-    def verdicts(self, texts: Iterable[str]) -> VerdictCounts:
-        """Counts the verdicts of helper texts by the scorer's own extraction."""
-        counted = Counter(self.verdict(text) for text in texts)
-        return VerdictCounts(zero=counted["0"], one=counted["1"], other=counted["other"])
+        It silently takes ``other`` for correct.
+        """
+        functions = self._functions(lambda _prompt: text + STOP)
+        found = self._call(functions[EXTRACTION], "")
+        return "0" if found == "0" else "1" if found == "1" else "other"
 
     def _run(self, transport: Callable[[str], str], solution_str: str, answers: Answers) -> object:
         """One call of the entry. A failed transport is the outcome, even where the source goes on:
@@ -162,16 +137,30 @@ class Scorer:
 
         # Over JSON a sequence is a list, and the prompts show it: a tuple must not read otherwise.
         truth = answers if isinstance(answers, str) else list(answers)
-        functions = self._functions(guarded)
+        entry = self._functions(guarded)[ENTRY]
         value: object = None
         try:
-            value = _call(self.source, functions[ENTRY], None, solution_str, truth)
+            value = self._call(entry, None, solution_str, truth)
         except errors.ScorerFailed:
             if not failed:
                 raise
         if failed:
             raise failed[0]
         return value
+
+    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Calls into the source. What it raises is named by type and line: its own message could
+        hold the rollout or the reference answers.
+        """
+        try:
+            return function(*arguments)
+        except Exception as error:  # noqa: BLE001 - any failure of foreign code is one named failure
+            file, steps = str(self.source.path), traceback.walk_tb(error.__traceback__)
+            lines = [line for frame, line in steps if frame.f_code.co_filename == file]
+            raise errors.SCORER_FAILED(
+                f"the scorer raised {type(error).__name__} at line {lines[-1] if lines else None} "
+                f"of {self.source.path.name}; no reward was made up"
+            ) from None
 
     def _functions(self, transport: Callable[[str], str]) -> dict[str, Any]:
         names: dict[str, Any] = {
@@ -214,29 +203,6 @@ def _functions(source: VerifiedSource) -> CodeType:
     kept: list[ast.stmt] = [node for node in found if node.name != TRANSPORT]
     module = ast.Module(body=kept, type_ignores=[])
     return compile(module, str(source.path), "exec", dont_inherit=True, optimize=0)
-
-
-def _call(source: VerifiedSource, function: Callable[..., Any], *arguments: object) -> Any:
-    """Calls into the source. What it raises is named by type and line: its own message could hold
-    the rollout or the reference answers.
-    """
-    try:
-        return function(*arguments)
-    except Exception as error:  # noqa: BLE001 - any failure of foreign code is one named failure
-        raise errors.SCORER_FAILED(
-            f"the scorer raised {type(error).__name__} at line {_line(source, error)} of "
-            f"{source.path.name}; no reward was made up"
-        ) from None
-
-
-def _line(source: VerifiedSource, error: Exception) -> int | None:
-    """The deepest line of the source on the way to ``error``."""
-    line, step = None, error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_code.co_filename == str(source.path):
-            line = step.tb_lineno
-        step = step.tb_next
-    return line
 
 
 def _refuse_reason(value: object) -> None:

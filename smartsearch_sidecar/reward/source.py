@@ -30,16 +30,12 @@ SOURCE_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True)
 class Pin:
-    """What a checkout must be.
-
-    Attributes:
-        commit: the full commit id (40 hex digits) HEAD must have.
-        path: the scorer's file, relative to the root, with ``/``.
-        sha256: the digest of that file's bytes (64 lower-case hex digits).
-    """
+    """What a checkout must be."""
 
     commit: str
+    """The full commit id (40 hex digits) HEAD must have."""
     path: str
+    """The scorer's file, relative to the root, with ``/``."""
     sha256: str
 
 
@@ -53,32 +49,24 @@ PINNED = Pin(
 
 @dataclass(frozen=True)
 class VerifiedSource:
-    """Bytes whose digest was what it had to be when they were read.
-
-    Attributes:
-        path: the file, absolute.
-        sha256: digest of ``text`` (64 lower-case hex digits).
-        text: the file's bytes; what is compiled is exactly this, never a second read.
-        root: what a run directory may not overlap: the checkout, or the file itself.
-        binding: JSON facts for the run's claim (``kind``, ``path``, ``sha256``; of a checkout also
-            ``root``, ``head``, ``clean``).
-    """
+    """Bytes whose digest was what it had to be when they were read."""
 
     path: Path
+    """Absolute."""
     sha256: str
     text: bytes = field(repr=False)
+    """The file's bytes; what is compiled is exactly this, never a second read."""
     root: Path
+    """What a run directory may not overlap: the checkout, or the file itself."""
     binding: Mapping[str, Any]
+    """JSON facts for the run's claim (``kind``, ``path``, ``sha256``; of a checkout also ``root``,
+    ``head``, ``clean``)."""
 
     def recheck(self) -> None:
-        """Reads the file again and compares digests.
-
-        Raises:
-            SourceChanged: the file is gone, replaced by a link, or has other bytes.
-        """
+        """Reads the file again and compares digests; raises ``SOURCE_CHANGED``."""
         try:
             _refuse_links(self.root, self.path)
-            found = _digest(_read(self.path))
+            found = hashlib.sha256(_read(self.path)).hexdigest()
         except (OSError, errors.ScorerSourceError) as error:
             raise errors.SOURCE_CHANGED(
                 f"the scorer's source {self.path} can no longer be read "
@@ -91,11 +79,7 @@ class VerifiedSource:
             )
 
     def refuse_overlap(self, run_directory: Path) -> None:
-        """Refuses a run directory that contains the source or lies inside its checkout.
-
-        Raises:
-            RunDirectoryError: they overlap; a run would then change what was verified.
-        """
+        """Refuses a run directory that overlaps: a run would then change what was verified."""
         run, root = run_directory.resolve(), self.root.resolve()
         if run.is_relative_to(root) or root.is_relative_to(run):
             raise errors.RUN_DIRECTORY(
@@ -107,12 +91,10 @@ class VerifiedSource:
 def verify_checkout(checkout: Path, *, pin: Pin = PINNED) -> VerifiedSource:
     """Verifies a checkout of the trainer: HEAD, a clean tree, no links, the digest.
 
-    Args:
-        checkout: the root of the work tree; it may belong to another user.
-        pin: what it has to be.
+    ``checkout`` is the root of the work tree; it may belong to another user.
 
     Raises:
-        ScorerSourceError: it is not that; the sentence says what differs and what to do.
+        ScorerSourceError: it is not ``pin``; the sentence says what differs and what to do.
     """
     if checkout.is_symlink() or not checkout.is_dir():
         raise errors.SCORER_SOURCE(
@@ -130,7 +112,13 @@ def verify_checkout(checkout: Path, *, pin: Pin = PINNED) -> VerifiedSource:
         raise errors.SCORER_SOURCE(
             f"reward.checkout {root} is at commit {head}; check out {pin.commit}"
         )
-    _refuse_changes(root, git)
+    # Untracked files too: the trainer can import them.
+    options = ("--porcelain=v1", "-z", "-uall", "--no-renames", "--ignore-submodules=dirty")
+    if entries := [entry for entry in git.run("status", *options).split("\0") if entry]:
+        raise errors.SCORER_SOURCE(
+            f"reward.checkout {root} is not clean: {len(entries)} changed or untracked files, "
+            f"first {entries[0][3:]!r}; restore them, or list your own in .git/info/exclude"
+        )
     path = root / pin.path
     _refuse_links(root, path)
     text = _load(path, pin.sha256)
@@ -163,8 +151,7 @@ def _load(path: Path, sha256: str) -> bytes:
             f"the scorer's source {path} cannot be read ({error.strerror}); it must be a regular "
             "file, not a link, readable by this user"
         ) from error
-    found = _digest(text)
-    if found != sha256:
+    if (found := hashlib.sha256(text).hexdigest()) != sha256:
         raise errors.SCORER_SOURCE(
             f"the scorer's source {path} has sha256 {found}, pinned is {sha256}; "
             "restore the pinned file"
@@ -173,7 +160,7 @@ def _load(path: Path, sha256: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a regular file. ``O_NONBLOCK``: a pipe put in its place must not hang us."""
+    """The bytes of a regular file. ``O_NONBLOCK``: a pipe put in its place must not hang."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         facts = os.fstat(descriptor)
@@ -183,10 +170,6 @@ def _read(path: Path) -> bytes:
                 f"{SOURCE_BYTES_MAX} bytes"
             )
         return file.read(SOURCE_BYTES_MAX + 1)
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()
 
 
 def _refuse_links(root: Path, path: Path) -> None:
@@ -200,23 +183,24 @@ def _refuse_links(root: Path, path: Path) -> None:
             )
 
 
-def _refuse_changes(root: Path, git: _Git) -> None:
-    """Refuses what ``git status`` shows, untracked files too: the trainer can import them."""
-    options = ("--porcelain=v1", "-z", "-uall", "--no-renames", "--ignore-submodules=dirty")
-    entries = [entry for entry in git.run("status", *options).split("\0") if entry]
-    if entries:
-        raise errors.SCORER_SOURCE(
-            f"reward.checkout {root} is not clean: {len(entries)} changed or untracked files, "
-            f"first {entries[0][3:]!r}; restore them, or list your own in .git/info/exclude"
-        )
+# No configuration of the system or the user, no prompts, no locks; and no search upwards.
+_ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LC_ALL": "C",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_OPTIONAL_LOCKS": "0",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_NO_REPLACE_OBJECTS": "1",
+}
 
 
 class _Git:
     """Runs git on a checkout so that only the checkout's facts, never its programs, are used."""
 
     def __init__(self, root: Path) -> None:
-        found = shutil.which("git")
-        if found is None:
+        if (found := shutil.which("git")) is None:
             raise errors.SCORER_SOURCE(
                 "git is not installed, so reward.checkout cannot be verified; install it, or pin "
                 "the one file with reward.source and reward.source_sha256"
@@ -229,7 +213,7 @@ class _Git:
             f"core.attributesFile={os.devnull}",
             "protocol.allow=never",
         ]
-        self._settings += self._without_filters()
+        self._switch_filters_off()
 
     def run(self, *words: str) -> str:
         """What git prints. Raises ``ScorerSourceError`` when it fails or hangs."""
@@ -242,23 +226,18 @@ class _Git:
             )
         return done.stdout.decode("utf-8", "surrogateescape")
 
-    def _without_filters(self) -> Sequence[str]:
+    def _switch_filters_off(self) -> None:
         """Content filters are commands the checkout's configuration names; ``status`` runs them."""
-        asked = ("config", "--null", "--name-only", "--get-regexp", r"^filter\.")
-        done = self._call(asked)
+        done = self._call(("config", "--null", "--name-only", "--get-regexp", r"^filter\."))
         names = done.stdout.decode("utf-8", "surrogateescape").split("\0")
-        drivers = {name[len("filter.") :].rpartition(".")[0] for name in names if name}
-        emptied = []
-        for driver in sorted(drivers):
-            emptied += [f"filter.{driver}.{word}=" for word in ("clean", "smudge", "process")]
-            emptied.append(f"filter.{driver}.required=false")
-        if any("=" in driver for driver in drivers):
-            # "-c" ends a name at its first "=": such a filter could not be switched off.
-            raise errors.SCORER_SOURCE(
-                f"the git configuration of reward.checkout {self._root} names a filter with '='; "
-                "remove it"
-            )
-        return emptied
+        for driver in sorted({name[len("filter.") :].rpartition(".")[0] for name in names if name}):
+            if "=" in driver:  # "-c" ends a name at its first "=": it could not be switched off
+                raise errors.SCORER_SOURCE(
+                    f"the git configuration of reward.checkout {self._root} names a filter with "
+                    "'='; remove it"
+                )
+            for setting in ("clean=", "smudge=", "process=", "required=false"):
+                self._settings.append(f"filter.{driver}.{setting}")
 
     def _call(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
         # A home of our own carries safe.directory: git older than 2.38 does not take it from "-c".
@@ -268,10 +247,11 @@ class _Git:
                 quoted = quoted.replace(raw, written)
             Path(home, ".gitconfig").write_bytes(b'[safe]\n\tdirectory = "' + quoted + b'"\n')
             settings = [part for setting in self._settings for part in ("-c", setting)]
+            above = str(self._root.parent)
             try:
                 return subprocess.run(  # noqa: S603 - git itself, with words of ours
                     [self._program, "-C", str(self._root), *settings, *words],
-                    env=_environment(home, self._root),
+                    env=_ENVIRONMENT | {"HOME": home, "GIT_CEILING_DIRECTORIES": above},
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=GIT_SECONDS,
@@ -282,19 +262,3 @@ class _Git:
                     f"git could not be run on reward.checkout {self._root} "
                     f"({type(error).__name__}); run git status there by hand"
                 ) from error
-
-
-def _environment(home: str, root: Path) -> dict[str, str]:
-    """No configuration of the system or the user, no prompts, no locks, no search upwards."""
-    return {
-        "PATH": os.defpath,
-        "HOME": home,
-        "LC_ALL": "C",
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_ATTR_NOSYSTEM": "1",
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_OPTIONAL_LOCKS": "0",
-        "GIT_NO_LAZY_FETCH": "1",
-        "GIT_NO_REPLACE_OBJECTS": "1",
-        "GIT_CEILING_DIRECTORIES": str(root.parent),
-    }

@@ -317,7 +317,7 @@ def digests(setting: Setting) -> Digests:
         all_digests=setting.nodes * setting.rate,
         reading=setting.nodes * setting.rate * each,
         wait_max=max(waited),
-        held=known.nbytes,
+        held=sum(map(len, known._tables)),
     )
 
 

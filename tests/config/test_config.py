@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import Config, load, messages, model, schema
-from smartsearch_sidecar.config.schema import PRESETS
+from smartsearch_sidecar.config import Config, load, loading, model
+from smartsearch_sidecar.config.model import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHA = "0123456789abcdef" * 4
@@ -227,11 +227,11 @@ def test_key_table_is_up_to_date() -> None:
 
 def test_every_key_says_what_it_is_for() -> None:
     """Each key has a meaning and words for what it takes, and each number a unit or a name."""
-    for key, field in schema.FIELDS.items():
+    for key, field in model.FIELDS.items():
         assert field.description, key
-        assert schema.allowed(key), key
-        if schema.kind_of(key) in (int, float) and not key.endswith(("port", "seed")):
-            assert schema.unit(key), key
+        assert model.allowed(key), key
+        if model.KINDS[key] in (int, float) and not key.endswith(("port", "seed")):
+            assert model.allowed(key).endswith(")"), key
 
 
 # --- what is refused, and in which words ---------------------------------------------------------
@@ -464,7 +464,8 @@ FINE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("overrides", FINE)
 def test_what_the_rules_leave_free(overrides: dict[str, Any]) -> None:
     """What the rules between keys do not forbid loads."""
-    assert model.broken(loaded(**overrides)) == []
+    config = loaded(**overrides)
+    assert [sentence for rule in model.RULES for sentence in rule(config)] == []
 
 
 # --- secrets -------------------------------------------------------------------------------------
@@ -549,9 +550,9 @@ def test_no_view_of_a_configuration_shows_a_secret() -> None:
     for view in (repr(config), str(config), json.dumps(config.public()), repr(config.model_dump())):
         assert "SECRET" not in view
         assert "TERCES" not in view
-    hidden = [key for key in schema.FIELDS if schema.is_secret(key)]
-    assert set(schema.SECRETS_WITH_FILES) < set(hidden)
-    for key in (*hidden, *(f"{secret}_file" for secret in schema.SECRETS_WITH_FILES)):
+    hidden = [key for key in model.FIELDS if model.KINDS[key] is SecretStr]
+    assert set(model.SECRETS_WITH_FILES) < set(hidden)
+    for key in (*hidden, *(f"{secret}_file" for secret in model.SECRETS_WITH_FILES)):
         section, _, name = key.rpartition(".")
         assert name not in _get(config.public(), section)
     assert not {key for key in config.public()["server"] if "capability" in key}
@@ -590,7 +591,7 @@ JSON = st.recursive(
 )
 
 
-@given(key=st.sampled_from([*schema.FIELDS, *schema.SECTIONS]), value=JSON)
+@given(key=st.sampled_from([*model.FIELDS, *model.SECTIONS]), value=JSON)
 @example(key="run.directory", value="~\0")
 @example(key="run.nodes", value=10**400)
 def test_any_value_loads_or_is_refused_in_words(key: str, value: object) -> None:
@@ -609,7 +610,7 @@ def test_any_value_loads_or_is_refused_in_words(key: str, value: object) -> None
 @given(name=st.text(max_size=40))
 def test_any_unknown_name_gets_the_nearest(name: str) -> None:
     """Whatever an unknown key is called, a known one is offered."""
-    assert messages.nearest(name) in {*schema.FIELDS, *schema.SECTIONS}
+    assert loading.nearest(name) in {*model.FIELDS, *model.SECTIONS}
 
 
 def _variable(name: str) -> str:
@@ -617,7 +618,7 @@ def _variable(name: str) -> str:
 
 
 def _environ(overrides: dict[str, Any]) -> dict[str, str]:
-    return {messages.env_name(key): str(value) for key, value in overrides.items()}
+    return {loading.env_name(key): str(value) for key, value in overrides.items()}
 
 
 def _get(public: dict[str, Any], key: str) -> Any:

@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 from pathlib import Path
 
-from smartsearch_sidecar.config.schema import PRESETS
+from smartsearch_sidecar.config.model import PRESETS
 from tests.parity.differences import BEGIN, DIFFERENCES, END, PAGE, markdown_table, with_table
 from tests.parity.messages import ODD
 from tests.parity.play import EXPLANATIONS

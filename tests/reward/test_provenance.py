@@ -233,20 +233,24 @@ def held(digests: AnswerDigests) -> set[bytes]:
     return slots - {bytes(16)}
 
 
+def nbytes(digests: AnswerDigests) -> int:
+    return sum(map(len, digests._tables))
+
+
 def test_memory_is_bounded_by_what_is_held() -> None:
     """A distinct answer must cost at most 32 bytes, whatever the capacity, and a repeat nothing."""
     draw = random.Random(5)
     digests = AnswerDigests(100_000)
-    assert digests.nbytes < 8_000
+    assert nbytes(digests) < 8_000
     for number in range(1, 100_001):
         digests.add_digest(draw.randbytes(16))
         if number % 10_000 == 0:
-            assert digests.nbytes <= 32 * number
-    before = digests.nbytes
+            assert nbytes(digests) <= 32 * number
+    before = nbytes(digests)
     for _ in range(5_000):
         digests.add(DECLINED)
-    assert digests.nbytes == before
-    assert AnswerDigests(1).nbytes < 1_000
+    assert nbytes(digests) == before
+    assert nbytes(AnswerDigests(1)) < 1_000
 
 
 def test_more_answers_than_attempts_are_refused() -> None:
