@@ -17,7 +17,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, THREADS_PER_RANK
-from smartsearch_sidecar.process.endpoints import OTHER_DESCRIPTORS, bind
+from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS, bind
 
 SCORE_BYTES = 24 * 1024
 """Records of one score: a rollout of 8,192 tokens kept verbatim, and its answer."""
