@@ -43,12 +43,8 @@ _KNOWN = "known question"
 class Options(NamedTuple):
     """The operator's options.
 
-    Attributes:
-        ranks: rollout ranks of this node; ``None`` where not known.
-        question: one that must find a passage.
-        passage: text that one of its passages must hold.
-        trial_call: whether the helper is called once, which costs tokens.
-        trainer_uid: the user the trainer runs as.
+    ``ranks`` are the rollout ranks of this node. ``question`` must find a passage, and one that
+    holds the text ``passage``. ``trial_call`` calls the helper once, which costs tokens.
     """
 
     ranks: int | None = None
@@ -59,21 +55,13 @@ class Options(NamedTuple):
 
 
 def examine(
-    config: Config,
-    options: Options,
-    *,
-    environ: Mapping[str, str],
-    mounts: str,
-    progress: Progress | None = None,
+    config: Config, options: Options, *, environ: Mapping[str, str], mounts: str, progress: Progress
 ) -> list[Finding]:
-    """Checks everything a run of ``config`` needs. Blocks for as long as verifying the index takes.
+    """Checks everything a run of ``config`` needs. Blocks for as long as verifying the index takes;
+    ``progress`` is told bytes verified, and in all.
 
-    Args:
-        config: the configuration that ``serve`` will get.
-        options: the operator's options.
-        environ: the environment in which the trainer is started.
-        mounts: the text of ``/proc/self/mounts``.
-        progress: called with bytes verified and bytes in all.
+    ``environ`` is the environment in which the trainer is started, ``mounts`` the text of
+    ``/proc/self/mounts``.
     """
     server = config.server
     findings = [
@@ -102,7 +90,7 @@ def examine(
 
 
 async def _check_retriever(
-    config: Config, options: Options, progress: Progress | None
+    config: Config, options: Options, progress: Progress
 ) -> tuple[list[Finding], int]:
     """Opens the configured retriever, as ``serve`` does, and asks it. Returns the findings, and the
     bytes that the records of one search take.

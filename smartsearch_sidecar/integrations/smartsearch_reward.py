@@ -136,14 +136,13 @@ class _Failed:
         sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
         """
         self.refuse()
-        latch = True
         try:
             yield
             return
         except _Trouble as exc:
             sentence, latch = f"{what}: {exc}", exc.latch
         except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
+            sentence, latch = f"{what}: {type(exc).__name__}", True
         with self._lock:
             self.first = self.first or sentence
             tell, self._told = latch and not self._told, self._told or latch
@@ -192,9 +191,10 @@ def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     return [_finite(row) for row in rows]
 
 
-def _answers(ground_truth: Any) -> Any:
-    """The reference answers as JSON has them. An array is numpy's, which is not imported here."""
-    return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+def _item(solution: Any, ground_truth: Any, data_source: Any) -> dict[str, Any]:
+    """A row of a request. Answers may be a numpy array, which JSON does not know."""
+    answers = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    return {"solution_str": solution, "ground_truth": answers, "data_source": data_source}
 
 
 # --- end of shared --------------------------------------------------------------------------------
@@ -225,16 +225,11 @@ def compute_score(data_source: Any, tokenizer: Any, solution_str: Any, ground_tr
     """
     _install()
     with _FAILED.guarding("no reward"):
-        item = _item(data_source, solution_str, ground_truth)
+        item = _item(solution_str, ground_truth, data_source)
         status, value = _ask(_url("internal_url"), "/reward", item, REWARD_SECONDS)
         if status != 200:
             raise _Trouble(_why(status, value))
         return _finite(value)
-
-
-def _item(data_source: Any, solution_str: Any, ground_truth: Any) -> dict[str, Any]:
-    answers = _answers(ground_truth)
-    return {"solution_str": solution_str, "ground_truth": answers, "data_source": data_source}
 
 
 # --- the manager ----------------------------------------------------------------------------------
@@ -269,11 +264,11 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
         failed = threading.Event()
 
         def note(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
-            items.append(_item(data_source, solution_str, ground_truth))
+            items.append(_item(solution_str, ground_truth, data_source))
             return 0.0
 
         def read(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
-            waiting = rewards.get(_key(_item(data_source, solution_str, ground_truth)))
+            waiting = rewards.get(_key(_item(solution_str, ground_truth, data_source)))
             if not waiting:
                 raise RuntimeError("the manager asked for a rollout that it had not shown before")
             return waiting.popleft()

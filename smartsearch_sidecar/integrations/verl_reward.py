@@ -30,6 +30,7 @@ import asyncio
 import contextlib
 import functools
 import http.client
+import inspect
 import json
 import logging
 import math
@@ -137,14 +138,13 @@ class _Failed:
         sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
         """
         self.refuse()
-        latch = True
         try:
             yield
             return
         except _Trouble as exc:
             sentence, latch = f"{what}: {exc}", exc.latch
         except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
+            sentence, latch = f"{what}: {type(exc).__name__}", True
         with self._lock:
             self.first = self.first or sentence
             tell, self._told = latch and not self._told, self._told or latch
@@ -193,9 +193,10 @@ def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     return [_finite(row) for row in rows]
 
 
-def _answers(ground_truth: Any) -> Any:
-    """The reference answers as JSON has them. An array is numpy's, which is not imported here."""
-    return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+def _item(solution: Any, ground_truth: Any, data_source: Any) -> dict[str, Any]:
+    """A row of a request. Answers may be a numpy array, which JSON does not know."""
+    answers = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    return {"solution_str": solution, "ground_truth": answers, "data_source": data_source}
 
 
 # --- end of shared --------------------------------------------------------------------------------
@@ -336,11 +337,8 @@ def _row(
         raise _Trouble(_SWALLOWED)
     if not isinstance(solution, str):
         raise _Trouble("a rollout is not text")
-    return {
-        "solution_str": _text(solution, dict(extra_info or {}), given.get("think_prefilled")),
-        "ground_truth": _answers(ground_truth),
-        "data_source": "re_call",
-    }
+    text = _text(solution, dict(extra_info or {}), given.get("think_prefilled"))
+    return _item(text, ground_truth, "re_call")
 
 
 def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> str:
@@ -413,7 +411,7 @@ def _is_swallowed() -> bool:
     return any(
         type(frame.f_locals.get("self")).__name__.startswith(_CLASSES)
         or str(frame.f_globals.get("__name__")).endswith(_MODULES)
-        for frame, _ in traceback.walk_stack(None)
+        for frame, _ in traceback.walk_stack(inspect.currentframe())
     )
 
 
@@ -425,7 +423,7 @@ def _not_an_answer(exc: RuntimeError) -> asyncio.CancelledError:
 
 def _refuse_to_be_loaded() -> None:
     """Looks for the manager's name in the configuration of the calling frames, verl's loader."""
-    for frame, _ in traceback.walk_stack(None):
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         config = frame.f_locals.get("config")
         for section in ("reward", "reward_model"):  # its place now, and before
             manager = getattr(getattr(config, section, None), "reward_manager", None)
