@@ -181,8 +181,10 @@ class Daemon:
         host = self.config.server.host
         base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         endpoints = Endpoints(*(f"{base}/{capability}" for capability in self.secrets))
+        value = {**asdict(endpoints), "pid": os.getpid()}
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         try:
-            await asyncio.to_thread(self.files.replace, ENDPOINTS, _endpoints_json(endpoints))
+            await asyncio.to_thread(self.files.replace, ENDPOINTS, text)
         except OSError as exc:
             await self._wind_down(parts)
             raise errors.RUN_DIRECTORY(
@@ -207,19 +209,21 @@ class Daemon:
         if given.probe_port is not None:
             probed = given.probe_host or given.host
             wanted.append((self.app.handle_probe, probed, given.probe_port))
-        with ExitStack() as bound:
-            sockets = [bound.enter_context(bind(host, port)) for _, host, port in wanted]
-            bound.pop_all()
-        ports: list[int] = [sock.getsockname()[1] for sock in sockets]
-        for (handler, _, _), sock in zip(wanted, sockets, strict=True):
-            edge = EdgeServer(
+        self._edges = [
+            EdgeServer(
                 handler,
                 observer=self.app,
                 capability_marker=self.app.capability_marker,
                 keepalive_seconds=given.idle_seconds,
                 connections_max=given.connections_max,
             )
-            self._edges.append(edge)
+            for handler, _, _ in wanted
+        ]
+        with ExitStack() as bound:
+            sockets = [bound.enter_context(bind(host, port)) for _, host, port in wanted]
+            bound.pop_all()
+        ports: list[int] = [sock.getsockname()[1] for sock in sockets]
+        for edge, sock in zip(self._edges, sockets, strict=True):
             self._listeners.append(await listen(edge, sock))
         self.port, self.probe_port = ports[0], ports[1] if len(ports) > 1 else None
         return ports[0]
@@ -235,7 +239,15 @@ class Daemon:
         rewards: Rewards | None = None
         cluster_run: ClusterRun | None = None
         try:
-            guard = await _guard(config, opened)
+            retrieval = config.retrieval
+            guard = Guard(
+                opened,
+                top_n=TOP_N,
+                retries=retrieval.retries,
+                drop_tagged=retrieval.on_protocol_tag == "drop",
+                watch_drift=retrieval.on_drift == "latch",
+            )
+            await guard.claim_identity()
             facts: dict[str, Any] = {
                 "retrieval": guard.identity,
                 "retrieval_identity_sha256": guard.identity_sha256,
@@ -320,19 +332,6 @@ class Daemon:
             self.files.close()
 
 
-async def _guard(config: Config, provider: Provider) -> Guard:
-    retrieval = config.retrieval
-    guard = Guard(
-        provider,
-        top_n=TOP_N,
-        retries=retrieval.retries,
-        drop_tagged=retrieval.on_protocol_tag == "drop",
-        watch_drift=retrieval.on_drift == "latch",
-    )
-    await guard.claim_identity()
-    return guard
-
-
 def _service(
     config: Config, run: Run, guard: Guard, on_answer: Callable[[str], None] | None
 ) -> Service:
@@ -354,11 +353,6 @@ def _service(
         ),
         on_answer=on_answer,
     )
-
-
-def _endpoints_json(endpoints: Endpoints) -> bytes:
-    value = {**asdict(endpoints), "pid": os.getpid()}
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
 
 def _capability(given: SecretStr | None) -> str:
