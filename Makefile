@@ -85,8 +85,8 @@ readme: setup ## write the documents whose lists and tables the code holds
 	$(BIN)/python -m tests.public_lists
 	$(BIN)/python -m tests.parity.differences
 
-integrations: setup ## write the shared regions of integrations/*.py from integrations/source/shared.py
-	$(BIN)/python smartsearch_sidecar/integrations/source/write.py
+integrations: setup ## copy what the files of integrations/ share out of smartsearch_reward.py
+	$(BIN)/python smartsearch_sidecar/integrations/share.py
 
 lock: ## resolve the dependencies again and write requirements/*.txt
 	$(need-python)

@@ -15,7 +15,7 @@ from rich.text import Text
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.doctor.findings import Finding, Level
+from smartsearch_sidecar.doctor.findings import Finding, Level, error
 
 MOUNTS = Path("/proc/self/mounts")
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
@@ -51,7 +51,7 @@ def doctor(
     Creates nothing, and costs nothing without --trial-call. Exit codes: 0 fine (warnings allowed),
     1 an error, 2 wrong use.
     """
-    from smartsearch_sidecar.doctor.examination import Options, broken_configuration, examine
+    from smartsearch_sidecar.doctor.examination import Options, examine
 
     if passage is not None and question is None:
         raise errors.USAGE("--passage says what --question must find: pass both")
@@ -62,7 +62,7 @@ def doctor(
     try:
         loaded = load(config, overrides=overrides)
     except errors.ConfigError as exc:
-        findings = [broken_configuration(exc)]
+        findings = [error("configuration", exc.message)]
     else:
         with verification() as progress:
             findings = examine(
@@ -70,7 +70,7 @@ def doctor(
             )
     bad = any(finding.level is Level.ERROR for finding in findings)
     if as_json:
-        value = {"ok": not bad, "findings": [finding.as_json() for finding in findings]}
+        value = {"ok": not bad, "findings": [finding._asdict() for finding in findings]}
         typer.echo(json.dumps(value, indent=2))
     else:
         _print(findings)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 
 class Level(enum.StrEnum):
@@ -15,23 +14,13 @@ class Level(enum.StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """``remedy`` is a command, a key or a sentence; ``None`` where nothing is to be done."""
 
     name: str
     level: Level
     text: str
     remedy: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return {
-            "name": self.name,
-            "level": self.level.value,
-            "text": self.text,
-            "remedy": self.remedy,
-        }
 
 
 def ok(name: str, text: str) -> Finding:

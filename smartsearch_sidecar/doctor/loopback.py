@@ -12,17 +12,15 @@ from collections.abc import Mapping
 
 from smartsearch_sidecar.doctor.findings import Finding, error, ok
 
-NAME = "proxy variables"
-_CAPTURING = ("http_proxy", "all_proxy")
-
 
 def check_proxies(environ: Mapping[str, str], host: str, port: int) -> Finding:
     """Whether a client with this environment reaches ``http://host:port`` itself."""
+    name = "proxy variables"
     captured = capturing(environ, host, port)
     if captured is None:
-        return ok(NAME, f"a client with this environment reaches {host} directly")
+        return ok(name, f"a client with this environment reaches {host} directly")
     return error(
-        NAME,
+        name,
         f"{captured} is set and nothing exempts {host}: rollouts would call the proxy instead",
         f"where the trainer is started: {export_line(environ, host)}",
     )
@@ -32,12 +30,11 @@ def capturing(environ: Mapping[str, str], host: str, port: int) -> str | None:
     """The variable that sends calls to ``http://host:port`` to a proxy, if one does."""
     if _exempt(environ.get("no_proxy") or environ.get("NO_PROXY") or "", host, port):
         return None
-    for wanted in _CAPTURING:
-        for name in (wanted, wanted.upper()):  # the lower-case one wins where both are set
-            if name in environ:
-                if environ[name]:
-                    return name
-                break
+    for wanted in ("http_proxy", "all_proxy"):
+        # The lower-case one wins where both are set, even if it is empty.
+        name = wanted if wanted in environ else wanted.upper()
+        if environ.get(name):
+            return name
     return None
 
 
@@ -54,27 +51,22 @@ def _exempt(no_proxy: str, host: str, port: int) -> bool:
     if no_proxy.strip() == "*":  # in a list of names, an asterisk means nothing
         return True
     names = [name.strip().lstrip(".").lower() for name in no_proxy.split(",") if name.strip()]
-    return any(_ends(host.lower(), name) for name in names) or any(
-        _covers(name, host) if _is_address(host) else _ends(f"{host}:{port}", name)
-        for name in names
-    )
+    if any(_ends(host.lower(), name) for name in names):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return any(_ends(f"{host}:{port}", name) for name in names)
+    return any(_covers(name, host) for name in names)
 
 
 def _ends(host: str, name: str) -> bool:
     return host == name or host.endswith(f".{name}")
 
 
-def _is_address(host: str) -> bool:
+def _covers(name: str, address: str) -> bool:
+    """Whether ``name`` is a network that holds the address."""
     try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def _covers(name: str, host: str) -> bool:
-    """Whether ``name`` is a network that holds the address ``host``."""
-    try:
-        return "/" in name and ipaddress.ip_address(host) in ipaddress.ip_network(name, False)
+        return "/" in name and ipaddress.ip_address(address) in ipaddress.ip_network(name, False)
     except ValueError:
         return False

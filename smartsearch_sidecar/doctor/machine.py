@@ -1,7 +1,7 @@
 """This host: ports, run directory, free space, filesystem, descriptors, user.
 
-Blocking and quick. Nothing is created: a port is bound and closed again. Apart from the other
-checks because it needs neither a retriever nor a scorer.
+Blocking and quick; a port is bound and closed again. Apart from the other checks because it needs
+neither a retriever nor a scorer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, THREADS_PER_RANK
-from smartsearch_sidecar.process.endpoints import OTHER_DESCRIPTORS, bind
+from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS, bind
 
 SCORE_BYTES = 24 * 1024
 """Records of one score: a rollout of 8,192 tokens kept verbatim, and its answer."""
@@ -25,7 +25,7 @@ HELPER_CALL_BYTES = 2 * 1024
 """Records of one helper call: request by digest, answer verbatim."""
 GIB = 1024**3
 
-_SYNC_IS_EMPTY = {"tmpfs": "memory", "ramfs": "memory", "devtmpfs": "memory"}
+_SYNC_IS_EMPTY = {"tmpfs", "ramfs", "devtmpfs"}
 _SYNC_IS_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p"}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -131,24 +131,20 @@ def check_directory(directory: Path | None) -> Finding:
     """Whether ``serve`` can make the run directory."""
     name = "run directory"
     if directory is None:
-        return warning(
-            name, "not named in the configuration", "pass --run-dir, here and to `serve`"
-        )
+        remedy = "pass --run-dir, here and to `serve`"
+        return warning(name, "not named in the configuration", remedy)
     if (directory / "latch.json").exists():
         return error(name, f"{directory} is a run whose latch is closed", "name a new directory")
     if (directory / "claim.json").exists():
-        return warning(
-            name, f"{directory} is a run already", "`serve --resume` goes on, or name a new one"
-        )
+        remedy = "`serve --resume` goes on, or name a new one"
+        return warning(name, f"{directory} is a run already", remedy)
     if os.path.lexists(directory):
-        return error(
-            name, f"{directory} exists and is not a run", "name a directory that does not exist"
-        )
+        text = f"{directory} exists and is not a run"
+        return error(name, text, "name a directory that does not exist")
     parent = existing(directory.parent)  # `serve` creates the missing folders below it
     if not os.access(parent, os.W_OK | os.X_OK):
-        return error(
-            name, f"{parent} cannot be written by uid {os.geteuid()}", "give it to this user"
-        )
+        text = f"{parent} cannot be written by uid {os.geteuid()}"
+        return error(name, text, "give it to this user")
     return ok(name, f"{directory} can be created")
 
 
@@ -160,10 +156,8 @@ def check_space(config: Config, place: Path, search_bytes: int) -> Finding:
         for quotas in (config.reward, config.reward.validation):
             need += quotas.max_scores * SCORE_BYTES + quotas.max_helper_calls * HELPER_CALL_BYTES
     free = shutil.disk_usage(place).free
-    text = (
-        f"{free / GIB:.1f} GiB at {place}; all quotas together write {need / GIB:.1f} GiB "
-        f"({search_bytes:,} bytes a search)"
-    )
+    written = f"{need / GIB:.1f} GiB ({search_bytes:,} bytes a search)"
+    text = f"{free / GIB:.1f} GiB at {place}; all quotas together write {written}"
     if free >= need:
         return ok(name, text)
     remedy = "another disk, or smaller quotas (execute.max_calls): a full disk ends the run"
@@ -172,47 +166,35 @@ def check_space(config: Config, place: Path, search_bytes: int) -> Finding:
 
 
 def check_filesystem(place: Path, mounts: str) -> Finding:
-    """Whether a sync there reaches a disk; ``mounts`` is the text of ``/proc/self/mounts``."""
-    name = "filesystem"
-    found = filesystem_of(place, mounts)
-    if found is None:
-        return warning(name, f"the filesystem of {place} is not known", "keep runs on a local disk")
-    kind, options = found
-    if kind in _SYNC_IS_EMPTY or "volatile" in options:
-        return warning(
-            name,
-            f"{place} is {kind}: a sync there does not reach a disk, and a power cut loses answers "
-            "that were given",
-            "keep runs on a local disk",
-        )
-    if kind in _SYNC_IS_REMOTE or kind.startswith("fuse."):
-        return warning(
-            name,
-            f"{place} is {kind}: every sync crosses a network, and how durable it is depends on "
-            "the server",
-            "keep runs on a local disk, and copy them when they are done",
-        )
-    return ok(name, f"{place} is {kind}")
-
-
-def filesystem_of(place: Path, mounts: str) -> tuple[str, frozenset[str]] | None:
-    """Kind and options of the filesystem that holds ``place`` (absolute, resolved)."""
-    best: tuple[int, str, frozenset[str]] | None = None
+    """Whether a sync at ``place`` (absolute, resolved) reaches a disk, by the text ``mounts`` of
+    ``/proc/self/mounts``.
+    """
+    name, local = "filesystem", "keep runs on a local disk"
+    depth, kind, options = 0, "", ""
     for line in mounts.splitlines():
         fields = line.split(" ")
         if len(fields) < 4:
             continue
         point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[1]))
-        depth = len(point.parts)
-        # The last of equal ones: it was mounted over the others.
-        if place.is_relative_to(point) and (best is None or depth >= best[0]):
-            best = depth, fields[2], frozenset(fields[3].split(","))
-    return None if best is None else best[1:]
+        # The last of equal ones counts: it was mounted over the others.
+        if place.is_relative_to(point) and len(point.parts) >= depth:
+            depth, kind, options = len(point.parts), fields[2], fields[3]
+    if not depth:
+        return warning(name, f"the filesystem of {place} is not known", local)
+    if kind in _SYNC_IS_EMPTY or "volatile" in options.split(","):
+        lost = "a sync there does not reach a disk, and a power cut loses answers that were given"
+        return warning(name, f"{place} is {kind}: {lost}", local)
+    if kind in _SYNC_IS_REMOTE or kind.startswith("fuse."):
+        return warning(
+            name,
+            f"{place} is {kind}: every sync crosses a network, and how durable it is depends on "
+            "the server",
+            f"{local}, and copy them when they are done",
+        )
+    return ok(name, f"{place} is {kind}")
 
 
 def existing(path: Path) -> Path:
     """The path, or its nearest parent folder that exists; links followed."""
-    for folder in (path, *path.parents):
-        if folder.is_dir():
-            return folder.resolve()
-    return Path("/")
+    found = (folder.resolve() for folder in (path, *path.parents) if folder.is_dir())
+    return next(found, Path("/"))

@@ -1,4 +1,3 @@
-# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """One sidecar on every node of a running Ray cluster: start, check, stop, collect.
 
 One file for the driver's own Python (3.10, standard library; Ray is imported once it is used)::
@@ -35,11 +34,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-PROGRAM = ("smartsearch-sidecar",)
 READY_SECONDS = 3600.0
 """A large index is verified in full before it is served."""
 STOP_SECONDS = 60.0
@@ -51,6 +49,9 @@ CHUNK_BYTES = 4 * 1024 * 1024
 NOT_COLLECTED = frozenset({"endpoints.json", "lock"})
 NODE_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__NODE"
 RUN_ID_VARIABLE = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
+
+Rows = dict[str, dict[str, Any]]  # by the node's name
+Where = Callable[[dict[str, Any]], bool]  # of a row of `ray.nodes()`
 
 # An actor that ends takes its children with it by SIGKILL, and the run would have no end. So its
 # child is this holder: the sidecar is told by SIGTERM when the holder goes (prctl 1 is
@@ -71,30 +72,19 @@ code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 sys.exit(code if code >= 0 else 128 - code)
 """
 
-_FAILED = {
-    "begin": "a sidecar could not be started",
-    "ready": "a sidecar could not begin",
-    "digest": "an address could not be compared",
-    "sandbox_url": "the address could not be read",
-    "read": "a ledger could not be read",
-}
+_ACTOR = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+"""It uses none of the trainer's CPUs or GPUs, and Ray never restarts it."""
 
-
-# --- shared: requests, from source/shared.py ------------------------------------------------------
+# --- shared: requests (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-ENDPOINTS_BYTES_MAX = 65536
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
-    that only this file defines, and would drop the sentence.
-    """
+    """A failure as a sentence. It stays in this file: Ray drops the text of a class it lacks."""
 
-    def __init__(self, sentence: str, *, latch: bool = True) -> None:
-        super().__init__(sentence)
-        self.latch = latch
+    latch = True
 
 
 def _url(name: str, endpoints: str | None = None) -> str:
@@ -107,7 +97,7 @@ def _url(name: str, endpoints: str | None = None) -> str:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(ENDPOINTS_BYTES_MAX)
+            raw = file.read(65536)
     except OSError as exc:
         raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
     if mode & 0o077:
@@ -123,22 +113,15 @@ def _url(name: str, endpoints: str | None = None) -> str:
 
 
 def _ask(
-    method: str,
-    path: str,
-    value: Any,
-    seconds: float,
-    *,
-    url: str = "internal_url",
-    endpoints: str | None = None,
-    bytes_max: int = ANSWER_BYTES_MAX,
+    url: str, path: str, value: Any, seconds: float, bytes_max: int = ANSWER_BYTES_MAX
 ) -> tuple[int, Any]:
-    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
-    parts = urlsplit(_url(url, endpoints))
+    """Status and JSON of one POST, or GET without ``value``: no proxy, no redirect, no retry."""
+    parts = urlsplit(url)
     try:
         body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
         raise _Trouble("the request cannot be written as UTF-8 JSON") from None
-    headers = {} if body is None else {"Content-Type": "application/json"}
+    method, headers = ("POST", {"Content-Type": "application/json"}) if body else ("GET", {})
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
     try:
         connection.request(method, parts.path + path, body, headers)
@@ -164,10 +147,12 @@ class Verdict(NamedTuple):
     """The answers of all nodes: a row for each, with ``state`` and, after a failure, ``cause``."""
 
     healthy: bool
-    nodes: dict[str, dict[str, Any]]
+    nodes: Rows
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}: {_words(row)}" for name, row in self.nodes.items())
+        keys = ("state", "cause", "detail", "trouble", "exit_code")
+        rows = ((name, *map(row.get, keys)) for name, row in self.nodes.items())
+        return "\n".join(": ".join(str(word) for word in row if word) for row in rows)
 
 
 class SidecarKeeper:
@@ -187,8 +172,8 @@ class SidecarKeeper:
         """Starts the process, which continues after this returns."""
         try:
             os.makedirs(os.path.dirname(self._directory), mode=0o700, exist_ok=True)
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            try:
+            descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 - the operator's own command
                     [sys.executable, "-I", "-S", "-c", _HOLDER, *self._command],
                     env={**os.environ, **self._environment},
@@ -197,8 +182,6 @@ class SidecarKeeper:
                     stderr=log,
                     start_new_session=True,
                 )
-            finally:
-                os.close(log)
         except OSError as exc:
             return {"trouble": f"{exc.filename or self._directory}: {exc.strerror}"}
         return {}
@@ -217,11 +200,11 @@ class SidecarKeeper:
 
     def health(self, settle: float) -> dict[str, Any]:
         """The run's health: the keys that a verdict needs, without those about the process."""
-        if (ended := self._ended()) is not None:
+        if ended := self._ended():
             return ended
         try:
-            path = f"/health?settle={settle:g}"
-            status, value = _ask("GET", path, None, settle + 10.0, endpoints=self._endpoints)
+            url = _url("internal_url", self._endpoints)
+            status, value = _ask(url, f"/health?settle={settle:g}", None, settle + 10.0)
             cause = value.get("cause") or {}
             return {
                 "state": value["state"] if status in (200, 503) else f"status {status}",
@@ -267,18 +250,17 @@ class SidecarKeeper:
         """Every file of the run directory: relative path, bytes, sha256."""
         found = []
         for folder, _, names in os.walk(self._directory):
-            for name in names:
-                path = os.path.join(folder, name)
+            for path in (os.path.join(folder, name) for name in names):
                 below = os.path.relpath(path, self._directory)
                 if below not in NOT_COLLECTED:
                     found.append((below, os.path.getsize(path), _sha256(path)))
         return {"files": sorted(found)} if found else {"trouble": "it has no run directory"}
 
-    def read(self, below: str, offset: int) -> bytes:
+    def read(self, below: str, offset: int) -> dict[str, Any]:
         """Up to ``CHUNK_BYTES`` of a file of the run directory."""
         with open(os.path.join(self._directory, below), "rb") as file:
             file.seek(offset)
-            return file.read(CHUNK_BYTES)
+            return {"bytes": file.read(CHUNK_BYTES)}
 
     def _ended(self, seconds: float = 0.0) -> dict[str, Any] | None:
         """The row of a process that has ended, or ends within ``seconds``; None while it lives."""
@@ -302,19 +284,18 @@ class SidecarKeeper:
     def _last_words(self) -> str:
         try:
             with open(self._log, "rb") as file:
-                lines = file.read()[-4096:].decode("utf-8", "replace").split("\n")
+                said = file.read()[-4096:].decode("utf-8", "replace").strip()
         except OSError:
-            lines = []
-        said = [line.strip() for line in lines if line.strip()]
-        return said[-1][:500] if said else f"nothing is in {self._log}"
+            said = ""
+        return said.split("\n")[-1].strip()[:500] or f"nothing is in {self._log}"
 
 
 class Sidecars:
     """The sidecars of a run, one for each node, by the node's name."""
 
-    def __init__(self, keepers: Mapping[str, Any], where: Callable[[dict[str, Any]], bool]) -> None:
-        self._keepers = {name: keeper for name, (_, keeper) in keepers.items()}
-        self._served = {node_id for node_id, _ in keepers.values()}
+    def __init__(self, keepers: dict[str, Any], served: set[str], where: Where) -> None:
+        self._keepers = keepers
+        self._served = served
         self._where = where
         self.exit_codes: dict[str, int | None] = {}
 
@@ -328,16 +309,13 @@ class Sidecars:
         self.stop()
 
     def begin(self, seconds: float, *, one_address: bool = True) -> None:
-        """Starts every process and returns once all serve, within ``seconds``. ``start`` calls it.
-
-        Raises ``RuntimeError`` with the last line of each sidecar that ended, or with the names of
-        those that are not ready in time.
-        """
+        """Starts every process and returns once all serve, as ``start`` describes it."""
         until = time.monotonic() + seconds
-        self._good("begin")
+        self._good("a sidecar could not be started", "begin")
         waiting = list(self._keepers)
         while waiting:
-            rows = self._good("ready", POLL_SECONDS, names=waiting)
+            failed = "a sidecar could not begin"
+            rows = self._good(failed, "ready", POLL_SECONDS, names=waiting)
             waiting = [name for name, row in rows.items() if not row["ready"]]
             if waiting and time.monotonic() > until:
                 raise RuntimeError(f"not ready after {seconds:g} s: {', '.join(waiting)}")
@@ -345,18 +323,16 @@ class Sidecars:
             self.require_one_address()
 
     def sandbox_url(self) -> str:
-        """The one address for the rollouts of every node. It holds a capability.
-
-        Raises ``RuntimeError`` if the nodes' addresses differ.
-        """
+        """The one address for the rollouts of every node. It holds a capability."""
         self.require_one_address()
-        (row,) = self._good("sandbox_url", names=list(self._keepers)[:1]).values()
-        return str(row["sandbox_url"])
+        name = next(iter(self._keepers))
+        rows = self._good("the address could not be read", "sandbox_url", names=[name])
+        return str(rows[name]["sandbox_url"])
 
     def require_one_address(self) -> None:
         """Raises ``RuntimeError`` if the nodes' addresses differ."""
         salt = secrets.token_hex(16)
-        rows = self._good("digest", salt)
+        rows = self._good("an address could not be compared", "digest", salt)
         if len({row["digest"] for row in rows.values()}) != 1:
             raise RuntimeError(
                 "one sandbox_url serves every node, but theirs differ: set server.port and "
@@ -364,14 +340,14 @@ class Sidecars:
             )
 
     def check(self, settle: float = 30.0) -> Verdict:
-        """Asks every node at once, each waiting up to ``settle`` seconds for work in flight.
-
-        A node that joined the cluster after ``start`` has no sidecar and is not healthy.
+        """Asks every node at once, each waiting up to ``settle`` seconds for work in flight. A node
+        that joined the cluster after ``start`` has no sidecar and is not healthy.
         """
         rows = self._all("health", settle, seconds=settle + ACTOR_SECONDS)
         for row in rows.values():
             row.setdefault("state", "unreachable")
-        for name, node in _named(_alive(self._where)).items():
+        nodes = importlib.import_module("ray").nodes()
+        for name, node in _named(nodes, self._where).items():
             if node["NodeID"] not in self._served:
                 rows[name] = {"state": "without a sidecar"}
         return Verdict(all(row["state"] == "healthy" for row in rows.values()), rows)
@@ -387,10 +363,8 @@ class Sidecars:
 
     def collect(self, into: str | os.PathLike[str]) -> dict[str, str]:
         """Copies every node's run directory to ``into/<name>``, which must not exist. Returns those
-        folders by the node's name.
-
-        Raises ``RuntimeError`` before ``stop``, and if a ledger cannot be read or a copy differs
-        from its original; the ledgers of the other nodes are copied before it is raised.
+        folders by the node's name. Raises ``RuntimeError`` before ``stop``, and if a ledger cannot
+        be read or a copy differs from its original; the other nodes' ledgers are copied before.
         """
         if not self.exit_codes:
             raise RuntimeError("a ledger is complete once its sidecar has ended: stop them first")
@@ -415,34 +389,26 @@ class Sidecars:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             for offset in range(0, size, CHUNK_BYTES):
-                file.write(self._good("read", below, offset, names=[name])[name])
+                failed = "a ledger could not be read"
+                rows = self._good(failed, "read", below, offset, names=[name])
+                file.write(rows[name]["bytes"])
         if _sha256(path) != digest:
             raise RuntimeError(f"the copy of {below} differs from its original")
 
-    def _all(
-        self,
-        method: str,
-        *words: Any,
-        seconds: float = ACTOR_SECONDS,
-        names: Sequence[str] | None = None,
-    ) -> dict[str, Any]:
+    def _all(self, method: str, *words: Any, seconds: float, names: Sequence[str] = ()) -> Rows:
         """One call to every keeper at once. A keeper that is too late gives ``trouble``."""
-        ray = _ray()
-        asked = self._keepers if names is None else {name: self._keepers[name] for name in names}
-        refs = {name: getattr(keeper, method).remote(*words) for name, keeper in asked.items()}
+        ray = importlib.import_module("ray")
+        asked = names or self._keepers
+        refs = {name: getattr(self._keepers[name], method).remote(*words) for name in asked}
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds)
         return {name: _answer(ray, ref) for name, ref in refs.items()}
 
-    def _good(self, method: str, *words: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
+    def _good(self, failed: str, method: str, *words: Any, names: Sequence[str] = ()) -> Rows:
         """The same for calls that need every answer. Raises ``RuntimeError`` for a ``trouble``."""
-        rows = self._all(method, *words, names=names)
-        troubles = {
-            name: row["trouble"]
-            for name, row in rows.items()
-            if isinstance(row, dict) and "trouble" in row
-        }
+        rows = self._all(method, *words, seconds=ACTOR_SECONDS, names=names)
+        troubles = {name: row["trouble"] for name, row in rows.items() if "trouble" in row}
         if troubles:
-            raise RuntimeError(f"{_FAILED[method]}: {_listed(troubles)}")
+            raise RuntimeError(f"{failed}: {_listed(troubles)}")
         return rows
 
 
@@ -453,13 +419,14 @@ def start(
     *,
     coordinated: bool = False,
     resume: bool = False,
-    program: Sequence[str] = PROGRAM,
-    where: Callable[[dict[str, Any]], bool] = lambda node: True,
+    program: Sequence[str] = ("smartsearch-sidecar",),
+    where: Where = lambda node: True,
     port: Callable[[dict[str, Any]], int] | None = None,
     ready_seconds: float = READY_SECONDS,
 ) -> Sidecars:
     """Starts a sidecar on every node and returns once all serve. If one does not, it stops them
-    all and raises ``RuntimeError`` with the last line of each that ended.
+    all and raises ``RuntimeError`` with the last line of each that ended, or with the names of
+    those that are not ready in time.
 
     ``config`` and ``runs`` are paths on every node; the run directory is ``runs/run``, where
     ``{node}`` in ``runs`` stands for the node's name (needed if nodes share the folder), and its
@@ -468,10 +435,11 @@ def start(
     chooses nodes by their row of ``ray.nodes()``. ``port`` is for a rehearsal of several nodes on
     one machine; a real run has one port.
     """
-    ray = _ray()
-    nodes = _named(_alive(where))
+    ray = importlib.import_module("ray")
+    nodes = _named(ray.nodes(), where)
     if not nodes:
         raise RuntimeError("no node of the Ray cluster was chosen")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
     here = sys.modules.get(__name__)
     if here is not None:  # the workers need not have this file
         ray.cloudpickle.register_pickle_by_value(here)
@@ -483,33 +451,19 @@ def start(
             command += ["--resume"] if resume else []
             command += [] if port is None else ["--port", str(port(node))]
             own = {NODE_VARIABLE: name, RUN_ID_VARIABLE: run} if coordinated else {}
-            keepers[name] = (node["NodeID"], _keeper_on(node["NodeID"], command, directory, own))
+            there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            actor = ray.remote(SidecarKeeper).options(scheduling_strategy=there, **_ACTOR)
+            keepers[name] = actor.remote(command, directory, own)
     finally:
         if here is not None:
             ray.cloudpickle.unregister_pickle_by_value(here)
-    sidecars = Sidecars(keepers, where)
+    sidecars = Sidecars(keepers, {node["NodeID"] for node in nodes.values()}, where)
     try:
         sidecars.begin(ready_seconds, one_address=port is None)
     except BaseException:
         sidecars.stop()
         raise
     return sidecars
-
-
-def _ray() -> Any:
-    return importlib.import_module("ray")
-
-
-def _keeper_on(node_id: str, command: list[str], directory: str, own: dict[str, str]) -> Any:
-    """An actor bound to this node that uses none of the trainer's CPUs or GPUs."""
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    there = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
-    actor = (
-        _ray()
-        .remote(SidecarKeeper)
-        .options(num_cpus=0, max_restarts=0, max_task_retries=0, scheduling_strategy=there)
-    )
-    return actor.remote(command, directory, own)
 
 
 def _answer(ray: Any, ref: Any) -> Any:
@@ -519,13 +473,10 @@ def _answer(ray: Any, ref: Any) -> Any:
         return {"trouble": f"its keeper gave no answer ({type(exc).__name__})"}
 
 
-def _alive(where: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
-    return (node for node in _ray().nodes() if node["Alive"] and where(node))
-
-
-def _named(nodes: Iterator[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _named(nodes: Iterable[dict[str, Any]], where: Where) -> Rows:
     """Nodes by their host's name, in the characters of ``cluster.node``: the same on a resume."""
-    found = sorted(nodes, key=lambda node: str(node["NodeID"]))
+    alive = (node for node in nodes if node["Alive"] and where(node))
+    found = sorted(alive, key=lambda node: str(node["NodeID"]))
     hosts = [re.sub(r"[^A-Za-z0-9_-]", "-", node["NodeManagerHostname"])[:55] for node in found]
     several = Counter(hosts)
     return {
@@ -536,13 +487,6 @@ def _named(nodes: Iterator[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _listed(sentences: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {sentence}" for name, sentence in sentences.items())
-
-
-def _words(row: Mapping[str, Any]) -> str:
-    said = [
-        row[key] for key in ("state", "cause", "detail", "trouble", "exit_code") if row.get(key)
-    ]
-    return ": ".join(map(str, said))
 
 
 def _sha256(path: str) -> str:

@@ -1,4 +1,3 @@
-# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """Rewards and checkpoints of the pinned SmartSearch trainer, through the sidecar beside it.
 
 One file for the trainer's own Python (3.10, standard library only). Give it to the trainer with
@@ -43,21 +42,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-# --- shared: requests, from source/shared.py ------------------------------------------------------
+# --- shared: requests (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-ENDPOINTS_BYTES_MAX = 65536
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
-    that only this file defines, and would drop the sentence.
-    """
+    """A failure as a sentence. It stays in this file: Ray drops the text of a class it lacks."""
 
-    def __init__(self, sentence: str, *, latch: bool = True) -> None:
-        super().__init__(sentence)
-        self.latch = latch
+    latch = True
 
 
 def _url(name: str, endpoints: str | None = None) -> str:
@@ -70,7 +64,7 @@ def _url(name: str, endpoints: str | None = None) -> str:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(ENDPOINTS_BYTES_MAX)
+            raw = file.read(65536)
     except OSError as exc:
         raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
     if mode & 0o077:
@@ -86,22 +80,15 @@ def _url(name: str, endpoints: str | None = None) -> str:
 
 
 def _ask(
-    method: str,
-    path: str,
-    value: Any,
-    seconds: float,
-    *,
-    url: str = "internal_url",
-    endpoints: str | None = None,
-    bytes_max: int = ANSWER_BYTES_MAX,
+    url: str, path: str, value: Any, seconds: float, bytes_max: int = ANSWER_BYTES_MAX
 ) -> tuple[int, Any]:
-    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
-    parts = urlsplit(_url(url, endpoints))
+    """Status and JSON of one POST, or GET without ``value``: no proxy, no redirect, no retry."""
+    parts = urlsplit(url)
     try:
         body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
         raise _Trouble("the request cannot be written as UTF-8 JSON") from None
-    headers = {} if body is None else {"Content-Type": "application/json"}
+    method, headers = ("POST", {"Content-Type": "application/json"}) if body else ("GET", {})
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
     try:
         connection.request(method, parts.path + path, body, headers)
@@ -120,9 +107,7 @@ def _ask(
         raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
 
 
-# --- end of shared --------------------------------------------------------------------------------
-
-# --- shared: failures, from source/shared.py ------------------------------------------------------
+# --- shared: failures (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 LATCH_SECONDS = 5.0
 
@@ -151,14 +136,13 @@ class _Failed:
         sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
         """
         self.refuse()
-        latch = True
         try:
             yield
             return
         except _Trouble as exc:
             sentence, latch = f"{what}: {exc}", exc.latch
         except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
+            sentence, latch = f"{what}: {type(exc).__name__}", True
         with self._lock:
             self.first = self.first or sentence
             tell, self._told = latch and not self._told, self._told or latch
@@ -166,7 +150,7 @@ class _Failed:
             # Best effort: this process refuses even if the sidecar does not get the request.
             reason = {"reason": f"{self._caller}: {sentence}"}
             with contextlib.suppress(_Trouble):
-                _ask("POST", "/latch", reason, LATCH_SECONDS, endpoints=endpoints)
+                _ask(_url("internal_url", endpoints), "/latch", reason, LATCH_SECONDS)
         # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
         raise RuntimeError(sentence) from None
 
@@ -179,9 +163,7 @@ def _why(status: int, value: Any) -> str:
     return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
 
 
-# --- end of shared --------------------------------------------------------------------------------
-
-# --- shared: rewards, from source/shared.py -------------------------------------------------------
+# --- shared: rewards (of smartsearch_reward.py, copied by `make integrations`) --------------------
 
 BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
 """Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
@@ -199,7 +181,8 @@ def _finite(row: Any) -> float:
 
 def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     """The rewards of at most ``BATCH_MAX`` rows, in order."""
-    status, value = _ask("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
+    url = _url("internal_url")
+    status, value = _ask(url, "/reward/batch", {"items": items}, REWARD_SECONDS)
     if status != 200:
         raise _Trouble(_why(status, value))
     rows = value.get("rewards") if isinstance(value, dict) else None
@@ -208,9 +191,10 @@ def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     return [_finite(row) for row in rows]
 
 
-def _answers(ground_truth: Any) -> Any:
-    """The reference answers as JSON has them. An array is numpy's, which is not imported here."""
-    return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+def _item(solution: Any, ground_truth: Any, data_source: Any) -> dict[str, Any]:
+    """A row of a request. Answers may be a numpy array, which JSON does not know."""
+    answers = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    return {"solution_str": solution, "ground_truth": answers, "data_source": data_source}
 
 
 # --- end of shared --------------------------------------------------------------------------------
@@ -227,6 +211,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MARK = "_smartsearch_sidecar"
 
 
+class _Refusal(_Trouble):
+    """A failure that is not the served run's: its latch stays as it is."""
+
+    latch = False
+
+
 def compute_score(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
     """The reward of one rollout; the wrapped manager asks for whole batches instead.
 
@@ -235,16 +225,11 @@ def compute_score(data_source: Any, tokenizer: Any, solution_str: Any, ground_tr
     """
     _install()
     with _FAILED.guarding("no reward"):
-        item = _item(data_source, solution_str, ground_truth)
-        status, value = _ask("POST", "/reward", item, REWARD_SECONDS)
+        item = _item(solution_str, ground_truth, data_source)
+        status, value = _ask(_url("internal_url"), "/reward", item, REWARD_SECONDS)
         if status != 200:
             raise _Trouble(_why(status, value))
         return _finite(value)
-
-
-def _item(data_source: Any, solution_str: Any, ground_truth: Any) -> dict[str, Any]:
-    answers = _answers(ground_truth)
-    return {"solution_str": solution_str, "ground_truth": answers, "data_source": data_source}
 
 
 # --- the manager ----------------------------------------------------------------------------------
@@ -276,16 +261,26 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, data: Any, return_dict: bool = False, curr_save_path: Any = None) -> Any:
         items: list[dict[str, Any]] = []
         rewards: dict[Any, deque[float]] = defaultdict(deque)
+        failed = threading.Event()
 
         def note(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
-            items.append(_item(data_source, solution_str, ground_truth))
+            items.append(_item(solution_str, ground_truth, data_source))
             return 0.0
 
         def read(data_source: Any, tokenizer: Any, solution_str: Any, ground_truth: Any) -> float:
-            waiting = rewards.get(_key(_item(data_source, solution_str, ground_truth)))
+            waiting = rewards.get(_key(_item(solution_str, ground_truth, data_source)))
             if not waiting:
                 raise RuntimeError("the manager asked for a rollout that it had not shown before")
             return waiting.popleft()
+
+        def ask(batch: list[dict[str, Any]]) -> list[float]:
+            if failed.is_set():  # the rewards of a further batch would not be read
+                return []
+            try:
+                return _ask_batch(batch)
+            except BaseException:
+                failed.set()
+                raise
 
         first, second = copy.copy(self), copy.copy(self)
         first.tokenizer, first.compute_score = _Noting(self.tokenizer), note
@@ -294,32 +289,15 @@ def _score_in_batches(native: Callable[..., Any]) -> Callable[..., Any]:
         with _FAILED.guarding("no rewards for a batch"):
             batches = [items[at : at + BATCH_MAX] for at in range(0, len(items), BATCH_MAX)]
             with ThreadPoolExecutor(BATCHES_AT_ONCE) as pool:
-                ask = _until_one_fails(_ask_batch)
-                for batch, scored in zip(batches, pool.map(ask, batches), strict=True):
-                    for item, reward in zip(batch, scored, strict=True):
-                        rewards[_key(item)].append(reward)
+                scored = [reward for batch in pool.map(ask, batches) for reward in batch]
+            for item, reward in zip(items, scored, strict=True):
+                rewards[_key(item)].append(reward)
         second.tokenizer, second.compute_score = _Reading(self.tokenizer), read
         second.tokenizer.texts = first.tokenizer.texts
         result = native(second, data, return_dict=return_dict, curr_save_path=curr_save_path)
         if isinstance(result, dict):
             result.setdefault("reward_extra_info", {})
         return result
-
-    return call
-
-
-def _until_one_fails(ask: Callable[[Any], list[float]]) -> Callable[[Any], list[float]]:
-    """``ask`` that sends no further batch after a failure: its rewards would not be read."""
-    failed: list[bool] = []
-
-    def call(batch: Any) -> list[float]:
-        if failed:
-            return []
-        try:
-            return ask(batch)
-        except BaseException:
-            failed.append(True)
-            raise
 
     return call
 
@@ -358,13 +336,12 @@ def _take_receipt(step: int, folder: str) -> Any:
     """The sidecar settles, checks and records. Raises its first cause in words if it refuses."""
     wanted = {"step": step, "path": folder}
     path = f"/checkpoints?settle={SETTLE_SECONDS:g}"
-    status, value = _ask("POST", path, wanted, 2 * SETTLE_SECONDS)
+    status, value = _ask(_url("internal_url"), path, wanted, 2 * SETTLE_SECONDS)
     if status == 409 and isinstance(value, dict):
+        # The sidecar has recorded its refusal, and work in flight is no failure.
         cause = value.get("cause") or {"cause": "work in flight", "detail": "nothing has failed"}
-        raise _Trouble(
-            f"the run is {value.get('state')}, {cause.get('cause')}: {cause.get('detail')}",
-            latch=False,  # the sidecar has recorded its refusal; work in flight is no failure
-        )
+        why = f"{cause.get('cause')}: {cause.get('detail')}"
+        raise _Refusal(f"the run is {value.get('state')}, {why}")
     if status != 201 or not _is_receipt(value, step):
         raise _Trouble(_why(status, value))
     return value
@@ -396,10 +373,9 @@ class _Gate:
             except (OSError, ValueError):
                 value = None
             if not step.isdigit() or not _is_receipt(value, int(step)):
-                raise _Trouble(
+                raise _Refusal(
                     f"it has no {RECEIPT} of a sidecar for this step, so it is not known whether "
-                    "its training data was healthy; resume from an earlier checkpoint",
-                    latch=False,  # the checkpoint is at fault, not the run that is served
+                    "its training data was healthy; resume from an earlier checkpoint"
                 )
         self.asked = True
         return self._workers.load_checkpoint(local_path, *args, **kwargs)
@@ -427,12 +403,11 @@ def _hide_the_address(native: Callable[..., Any]) -> Callable[..., Any]:
     def init_workers(self: Any) -> Any:
         rollout = self.config.actor_rollout_ref.rollout
         with _FAILED.guarding("training does not begin"):
-            status, value = _ask(
-                "GET", f"/health?settle={SETTLE_SECONDS:g}", None, 2 * SETTLE_SECONDS
-            )
+            path = f"/health?settle={SETTLE_SECONDS:g}"
+            status, value = _ask(_url("internal_url"), path, None, 2 * SETTLE_SECONDS)
             if status != 200:
                 state = value.get("state") if isinstance(value, dict) else None
-                raise _Trouble(f"the sidecar is {state or 'not ready'}", latch=False)
+                raise _Refusal(f"the sidecar is {state or 'not ready'}")
             real = _url("sandbox_url")
         given = rollout.sandbox_url
         try:

@@ -1,4 +1,3 @@
-# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """Rewards of current verl, through the sidecar beside it.
 
 One file for the trainer's own Python (3.10, standard library only). Give it to verl with
@@ -19,8 +18,8 @@ pinned one does. Without it, this file assumes so unless the response begins wit
 Rows that arrive together are sent together: verl scores a step's rollouts all at once and in
 several processes, and one request for each row would fill the sidecar's waiting room.
 
-A manager may catch an exception and put 0.0 in its place; ``rate_limited`` and ``prime`` do. Both
-are refused when this file is loaded, and again at each call. After the first failure of a process
+The managers ``rate_limited`` and ``prime`` catch an exception and score 0.0 instead. Both are
+refused when this file is loaded, and again at each call. After the first failure of a process
 every later call is refused, and the sidecar is asked to close its latch. Every failure is raised as
 a plain ``RuntimeError``, which Ray can carry to the driver.
 """
@@ -38,27 +37,23 @@ import math
 import os
 import re
 import threading
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
-# --- shared: requests, from source/shared.py ------------------------------------------------------
+# --- shared: requests (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-ENDPOINTS_BYTES_MAX = 65536
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
-    that only this file defines, and would drop the sentence.
-    """
+    """A failure as a sentence. It stays in this file: Ray drops the text of a class it lacks."""
 
-    def __init__(self, sentence: str, *, latch: bool = True) -> None:
-        super().__init__(sentence)
-        self.latch = latch
+    latch = True
 
 
 def _url(name: str, endpoints: str | None = None) -> str:
@@ -71,7 +66,7 @@ def _url(name: str, endpoints: str | None = None) -> str:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(ENDPOINTS_BYTES_MAX)
+            raw = file.read(65536)
     except OSError as exc:
         raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
     if mode & 0o077:
@@ -87,22 +82,15 @@ def _url(name: str, endpoints: str | None = None) -> str:
 
 
 def _ask(
-    method: str,
-    path: str,
-    value: Any,
-    seconds: float,
-    *,
-    url: str = "internal_url",
-    endpoints: str | None = None,
-    bytes_max: int = ANSWER_BYTES_MAX,
+    url: str, path: str, value: Any, seconds: float, bytes_max: int = ANSWER_BYTES_MAX
 ) -> tuple[int, Any]:
-    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
-    parts = urlsplit(_url(url, endpoints))
+    """Status and JSON of one POST, or GET without ``value``: no proxy, no redirect, no retry."""
+    parts = urlsplit(url)
     try:
         body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
         raise _Trouble("the request cannot be written as UTF-8 JSON") from None
-    headers = {} if body is None else {"Content-Type": "application/json"}
+    method, headers = ("POST", {"Content-Type": "application/json"}) if body else ("GET", {})
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
     try:
         connection.request(method, parts.path + path, body, headers)
@@ -121,9 +109,7 @@ def _ask(
         raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
 
 
-# --- end of shared --------------------------------------------------------------------------------
-
-# --- shared: failures, from source/shared.py ------------------------------------------------------
+# --- shared: failures (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 LATCH_SECONDS = 5.0
 
@@ -152,14 +138,13 @@ class _Failed:
         sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
         """
         self.refuse()
-        latch = True
         try:
             yield
             return
         except _Trouble as exc:
             sentence, latch = f"{what}: {exc}", exc.latch
         except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
+            sentence, latch = f"{what}: {type(exc).__name__}", True
         with self._lock:
             self.first = self.first or sentence
             tell, self._told = latch and not self._told, self._told or latch
@@ -167,7 +152,7 @@ class _Failed:
             # Best effort: this process refuses even if the sidecar does not get the request.
             reason = {"reason": f"{self._caller}: {sentence}"}
             with contextlib.suppress(_Trouble):
-                _ask("POST", "/latch", reason, LATCH_SECONDS, endpoints=endpoints)
+                _ask(_url("internal_url", endpoints), "/latch", reason, LATCH_SECONDS)
         # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
         raise RuntimeError(sentence) from None
 
@@ -180,9 +165,7 @@ def _why(status: int, value: Any) -> str:
     return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
 
 
-# --- end of shared --------------------------------------------------------------------------------
-
-# --- shared: rewards, from source/shared.py -------------------------------------------------------
+# --- shared: rewards (of smartsearch_reward.py, copied by `make integrations`) --------------------
 
 BATCH_MAX = int(os.environ.get("SMARTSEARCH_SIDECAR_BATCH_MAX", "64"))
 """Rows of one request; at most the sidecar's ``reward.batch_max``, whose default this is."""
@@ -200,7 +183,8 @@ def _finite(row: Any) -> float:
 
 def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     """The rewards of at most ``BATCH_MAX`` rows, in order."""
-    status, value = _ask("POST", "/reward/batch", {"items": items}, REWARD_SECONDS)
+    url = _url("internal_url")
+    status, value = _ask(url, "/reward/batch", {"items": items}, REWARD_SECONDS)
     if status != 200:
         raise _Trouble(_why(status, value))
     rows = value.get("rewards") if isinstance(value, dict) else None
@@ -209,9 +193,10 @@ def _ask_batch(items: list[dict[str, Any]]) -> list[float]:
     return [_finite(row) for row in rows]
 
 
-def _answers(ground_truth: Any) -> Any:
-    """The reference answers as JSON has them. An array is numpy's, which is not imported here."""
-    return ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+def _item(solution: Any, ground_truth: Any, data_source: Any) -> dict[str, Any]:
+    """A row of a request. Answers may be a numpy array, which JSON does not know."""
+    answers = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    return {"solution_str": solution, "ground_truth": answers, "data_source": data_source}
 
 
 # --- end of shared --------------------------------------------------------------------------------
@@ -232,6 +217,8 @@ _RENDERED = re.compile(
     r"<\|im_start\|>assistant\n(?P<response>.*)",
     re.DOTALL,
 )
+_LOST_TOKENS = re.compile(r"(?:system|user)(?:\n.*)?\nassistant\n", re.DOTALL)
+"""How a rendered prompt begins that was decoded without its special tokens."""
 SWALLOWING = {"rate_limited", "prime"}
 """Managers that turn an exception into a reward of 0.0."""
 _CLASSES = ("RateLimitedReward", "PrimeReward")
@@ -242,23 +229,16 @@ _SWALLOWED = (
 
 
 def compute_score(
-    data_source: Any,
-    solution_str: Any,
-    ground_truth: Any,
-    extra_info: Any = None,
-    *,
-    think_prefilled: bool | None = None,
-    **_given: Any,
+    data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **given: Any
 ) -> float:
     """The reward of one rollout, for managers that call from a thread or a process of their own.
 
-    The pinned scorer scores every row, for any ``data_source``, if its question is declared. Raises
-    ``RuntimeError`` if the sidecar gives no finite number.
+    The pinned scorer scores every row, for any ``data_source``, if its question is declared. Of
+    ``given``, only ``think_prefilled`` counts. Raises ``RuntimeError`` if the sidecar gives no
+    finite number.
     """
     swallowed = _is_swallowed()
-    row = functools.partial(
-        _row, solution_str, ground_truth, extra_info, think_prefilled, swallowed
-    )
+    row = functools.partial(_row, solution_str, ground_truth, extra_info, given, swallowed)
     try:
         return _SENDER.submit(row).result()
     except RuntimeError as exc:
@@ -266,19 +246,11 @@ def compute_score(
 
 
 async def compute_score_async(
-    data_source: Any,
-    solution_str: Any,
-    ground_truth: Any,
-    extra_info: Any = None,
-    *,
-    think_prefilled: bool | None = None,
-    **_given: Any,
+    data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = None, **given: Any
 ) -> float:
     """The same reward for managers that await it, without a thread for each row."""
     swallowed = _is_swallowed()
-    row = functools.partial(
-        _row, solution_str, ground_truth, extra_info, think_prefilled, swallowed
-    )
+    row = functools.partial(_row, solution_str, ground_truth, extra_info, given, swallowed)
     try:
         return await asyncio.wrap_future(_SENDER.submit(row))
     except RuntimeError as exc:
@@ -289,20 +261,12 @@ async def compute_score_async(
 
 
 def compute_score_batch(
-    data_sources: Sequence[Any],
-    solution_strs: Sequence[Any],
-    ground_truths: Sequence[Any],
-    extra_infos: Sequence[Any] | None = None,
-    *,
-    think_prefilled: bool | None = None,
-    **_given: Any,
+    data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any = None, **given: Any
 ) -> list[float]:
     """The rewards of many rollouts, in order, for a manager that hands over a whole batch."""
     infos = [None] * len(solution_strs) if extra_infos is None else extra_infos
     rows = zip(solution_strs, ground_truths, infos, strict=True)
-    waiting = [
-        _SENDER.submit(functools.partial(_row, *row, think_prefilled, False)) for row in rows
-    ]
+    waiting = [_SENDER.submit(functools.partial(_row, *row, given, False)) for row in rows]
     return [reward.result() for reward in waiting]
 
 
@@ -339,11 +303,10 @@ class _Sender:
                 self._change.wait_for(lambda: self._gathered)
                 count = min(BATCH_MAX, len(self._gathered))
                 rows = [self._gathered.popleft() for _ in range(count)]
-            self._post([row for row in rows if row[0].set_running_or_notify_cancel()])
+            if rows := [row for row in rows if row[0].set_running_or_notify_cancel()]:
+                self._post(rows)
 
     def _post(self, rows: list[tuple[Future[float], Callable[[], dict[str, Any]]]]) -> None:
-        if not rows:
-            return
         try:
             with _FAILED.guarding("no reward"):
                 rewards = _ask_batch([make() for _, make in rows])
@@ -359,7 +322,7 @@ _SENDER = _Sender()
 
 
 def _given_up() -> dict[str, Any]:
-    """A manager that stops waiting for a reward may put another in its place: a failure too."""
+    """A manager that stops waiting for a reward may use another number: a failure too."""
     raise _Trouble("the reward manager stopped waiting for a reward")
 
 
@@ -367,18 +330,15 @@ def _given_up() -> dict[str, Any]:
 
 
 def _row(
-    solution: Any, ground_truth: Any, extra_info: Any, prefilled: bool | None, swallowed: bool
+    solution: Any, ground_truth: Any, extra_info: Any, given: dict[str, Any], swallowed: bool
 ) -> dict[str, Any]:
     """One row of a request. Raises ``_Trouble`` if its text cannot be put together."""
     if swallowed:
         raise _Trouble(_SWALLOWED)
     if not isinstance(solution, str):
         raise _Trouble("a rollout is not text")
-    return {
-        "solution_str": _text(solution, dict(extra_info or {}), prefilled),
-        "ground_truth": _answers(ground_truth),
-        "data_source": "re_call",
-    }
+    text = _text(solution, dict(extra_info or {}), given.get("think_prefilled"))
+    return _item(text, ground_truth, "re_call")
 
 
 def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> str:
@@ -398,7 +358,7 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
         if prefilled or (prefilled is None and not solution.startswith(THINK)):
             response = THINK + solution
     question = question or asked
-    if any(_lost_its_tokens(text) for text in (solution, question)):
+    if any(isinstance(text, str) and _LOST_TOKENS.match(text) for text in (solution, question)):
         raise _Trouble(
             "special tokens are gone: a prompt was decoded without its <|im_start|>, and its turns "
             "cannot be told apart; keep them, or hand over the response alone"
@@ -428,13 +388,6 @@ def _rendered(text: str) -> tuple[str | None, str, str]:
     return turns["system"], turns["question"], turns["response"]
 
 
-def _lost_its_tokens(text: Any) -> bool:
-    """Whether this is a rendered prompt that was decoded without its special tokens."""
-    return isinstance(text, str) and (
-        text.startswith(("system\n", "user\n")) and "\nassistant\n" in text
-    )
-
-
 def _turns(messages: Any) -> tuple[str | None, Any]:
     """The system prompt and the one question of a list of messages."""
     try:
@@ -455,14 +408,11 @@ def _turns(messages: Any) -> tuple[str | None, Any]:
 
 def _is_swallowed() -> bool:
     """Whether such a manager, or its process pool, is among the callers."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = type(frame.f_locals.get("self")).__name__
-        module = str(frame.f_globals.get("__name__"))
-        if owner.startswith(_CLASSES) or module.endswith(_MODULES):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        type(frame.f_locals.get("self")).__name__.startswith(_CLASSES)
+        or str(frame.f_globals.get("__name__")).endswith(_MODULES)
+        for frame, _ in traceback.walk_stack(inspect.currentframe())
+    )
 
 
 def _not_an_answer(exc: RuntimeError) -> asyncio.CancelledError:
@@ -473,14 +423,12 @@ def _not_an_answer(exc: RuntimeError) -> asyncio.CancelledError:
 
 def _refuse_to_be_loaded() -> None:
     """Looks for the manager's name in the configuration of the calling frames, verl's loader."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         config = frame.f_locals.get("config")
         for section in ("reward", "reward_model"):  # its place now, and before
             manager = getattr(getattr(config, section, None), "reward_manager", None)
             if str(getattr(manager, "name", manager)) in SWALLOWING:
                 raise RuntimeError(_SWALLOWED)
-        frame = frame.f_back
 
 
 _refuse_to_be_loaded()

@@ -1,4 +1,3 @@
-# The regions marked `shared` are written by `make integrations` from source/shared.py: edit there.
 """The search tool of current verl, through the sidecar beside it.
 
 One file for the trainer's own Python (3.10, standard library only; verl is imported once a tool is
@@ -73,21 +72,16 @@ SCHEMA: dict[str, Any] = {
 rename the tool, but not the argument ``query``."""
 
 
-# --- shared: requests, from source/shared.py ------------------------------------------------------
+# --- shared: requests (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 ENDPOINTS_VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-ENDPOINTS_BYTES_MAX = 65536
 ANSWER_BYTES_MAX = 4 * 1024 * 1024
 
 
 class _Trouble(Exception):
-    """A failure as a sentence. It never leaves this file as an exception: Ray cannot carry a class
-    that only this file defines, and would drop the sentence.
-    """
+    """A failure as a sentence. It stays in this file: Ray drops the text of a class it lacks."""
 
-    def __init__(self, sentence: str, *, latch: bool = True) -> None:
-        super().__init__(sentence)
-        self.latch = latch
+    latch = True
 
 
 def _url(name: str, endpoints: str | None = None) -> str:
@@ -100,7 +94,7 @@ def _url(name: str, endpoints: str | None = None) -> str:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            raw = file.read(ENDPOINTS_BYTES_MAX)
+            raw = file.read(65536)
     except OSError as exc:
         raise _Trouble(f"{path} cannot be read ({exc.strerror}): is the sidecar up?") from None
     if mode & 0o077:
@@ -116,22 +110,15 @@ def _url(name: str, endpoints: str | None = None) -> str:
 
 
 def _ask(
-    method: str,
-    path: str,
-    value: Any,
-    seconds: float,
-    *,
-    url: str = "internal_url",
-    endpoints: str | None = None,
-    bytes_max: int = ANSWER_BYTES_MAX,
+    url: str, path: str, value: Any, seconds: float, bytes_max: int = ANSWER_BYTES_MAX
 ) -> tuple[int, Any]:
-    """Status and JSON of one request. It uses no proxy, follows no redirect and never retries."""
-    parts = urlsplit(_url(url, endpoints))
+    """Status and JSON of one POST, or GET without ``value``: no proxy, no redirect, no retry."""
+    parts = urlsplit(url)
     try:
         body = None if value is None else json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
         raise _Trouble("the request cannot be written as UTF-8 JSON") from None
-    headers = {} if body is None else {"Content-Type": "application/json"}
+    method, headers = ("POST", {"Content-Type": "application/json"}) if body else ("GET", {})
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=seconds)
     try:
         connection.request(method, parts.path + path, body, headers)
@@ -150,9 +137,7 @@ def _ask(
         raise _Trouble("got an answer that is not JSON: is another program on this port?") from None
 
 
-# --- end of shared --------------------------------------------------------------------------------
-
-# --- shared: failures, from source/shared.py ------------------------------------------------------
+# --- shared: failures (of smartsearch_reward.py, copied by `make integrations`) -------------------
 
 LATCH_SECONDS = 5.0
 
@@ -181,14 +166,13 @@ class _Failed:
         sidecar to close its latch, and is raised as a ``RuntimeError`` with a sentence.
         """
         self.refuse()
-        latch = True
         try:
             yield
             return
         except _Trouble as exc:
             sentence, latch = f"{what}: {exc}", exc.latch
         except Exception as exc:  # noqa: BLE001 - its text may hold a rollout; it is raised below
-            sentence = f"{what}: {type(exc).__name__}"
+            sentence, latch = f"{what}: {type(exc).__name__}", True
         with self._lock:
             self.first = self.first or sentence
             tell, self._told = latch and not self._told, self._told or latch
@@ -196,7 +180,7 @@ class _Failed:
             # Best effort: this process refuses even if the sidecar does not get the request.
             reason = {"reason": f"{self._caller}: {sentence}"}
             with contextlib.suppress(_Trouble):
-                _ask("POST", "/latch", reason, LATCH_SECONDS, endpoints=endpoints)
+                _ask(_url("internal_url", endpoints), "/latch", reason, LATCH_SECONDS)
         # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
         raise RuntimeError(sentence) from None
 
@@ -282,15 +266,9 @@ class SidecarSearch:
         """The result of one search, in a thread. Any exception is this process's failure."""
         call = f"wikipedia_search(query={query if isinstance(query, str) else ''!r}, top_n=5)"
         with _FAILED.guarding("no search", self._endpoints):
-            status, value = _ask(
-                "POST",
-                "/execute",
-                {"env": self._environment, "call": call},
-                self._timeout,
-                url="sandbox_url",
-                endpoints=self._endpoints,
-                bytes_max=SEARCH_BYTES_MAX,
-            )
+            url = _url("sandbox_url", self._endpoints)
+            body = {"env": self._environment, "call": call}
+            status, value = _ask(url, "/execute", body, self._timeout, SEARCH_BYTES_MAX)
             if status != 200:
                 raise _Trouble(_why(status, value))
             result = value.get("result") if isinstance(value, dict) else None

@@ -2,7 +2,7 @@
 
 Two halves, because a run may only be claimed once its provider has said who it is:
 ``take_directory`` holds the directory (and reads the history of one that is resumed), ``begin``
-claims and records.
+claims and records. Apart from the daemon, its one user: the ledger here, the process there.
 """
 
 from __future__ import annotations

@@ -1,46 +1,58 @@
 """The process: built once from a configuration, closed in reverse, and what its exit code says.
 
 Order of building: run directory and lock, socket, listener (``/livez`` answers, ``/readyz`` does
-not), provider, claim, writer, service, ``endpoints.json``. Closing goes the other way: listener,
-work in flight, connections, provider, ``run.closed``, writer, files.
+not), provider and guard (what answers), rewards (what scores), the run (its claim names both),
+service and scoring, ``endpoints.json``. Closing goes the other way: listener, work in flight,
+connections, provider, ``run.closed``, writer, files.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import orjson
 import structlog
 import uvloop
+from pydantic import SecretStr
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.resume import Reopened
 from smartsearch_sidecar.ledger.run import Run
-from smartsearch_sidecar.ledger.start import take_directory
+from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process import logs
-from smartsearch_sidecar.process.build import Parts, assemble
-from smartsearch_sidecar.process.endpoints import (
-    bind,
-    endpoints_json,
-    raise_descriptor_limit,
-    served_at,
-)
-from smartsearch_sidecar.retrieval.provider import Provider
-from smartsearch_sidecar.retrieval.registry import Progress
+from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
+from smartsearch_sidecar.retrieval.cache import CachedSearch
+from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.provider import Provider, WatchesItself
+from smartsearch_sidecar.retrieval.registry import Progress, open_configured
 from smartsearch_sidecar.run.record import RunClosed
-from smartsearch_sidecar.search.service import Service
+from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.scoring.service import Scoring
+from smartsearch_sidecar.search.service import Service, ServicePolicy
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.edge.server import EdgeServer, drain, listen
 from smartsearch_sidecar.web.ready import ServedRun
 from smartsearch_sidecar.web.routes import Capabilities
+
+if TYPE_CHECKING:
+    from smartsearch_sidecar.cluster.bus import Connect
+    from smartsearch_sidecar.gate.cluster import ClusterRun
+    from smartsearch_sidecar.scoring.build import Rewards
 
 EXIT_FINE = 0
 EXIT_LATCHED = 4
@@ -48,11 +60,33 @@ EXIT_LATCHED = 4
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
 
-
-if TYPE_CHECKING:
-    from smartsearch_sidecar.cluster.bus import Connect
-
 OnReady = Callable[[Endpoints, Service], None]
+
+
+@dataclass(slots=True)
+class Parts:
+    """A run, assembled; ``scoring`` and ``rewards`` where rewards are on, ``facts`` as claimed,
+    ``cluster_run`` where the run has other nodes.
+    """
+
+    run: Run
+    service: Service
+    facts: dict[str, Any]
+    cluster_run: ClusterRun | None
+    scoring: Scoring | None = None
+    rewards: Rewards | None = None
+    watching: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        """Ends what runs beside the requests; the writer is the daemon's to close, last."""
+        if self.watching is not None:
+            self.watching.cancel()
+            await asyncio.wait([self.watching])
+        if self.scoring is not None:
+            await self.scoring.close()
+        if self.rewards is not None:
+            await self.rewards.close()
+        await self.service.retrieval.close()
 
 
 class Daemon:
@@ -69,9 +103,9 @@ class Daemon:
         on_ready: OnReady | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by who
-        embeds or tests; ``on_ready`` is told once; ``resume`` continues the run of an existing
-        directory.
+        """``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test
+        or a program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an
+        existing directory.
 
         Raises ``ConfigError`` without a run directory.
         """
@@ -88,13 +122,17 @@ class Daemon:
         self._stop = asyncio.Event()
         self.port: int | None = None
         self.probe_port: int | None = None
-        self._probes: EdgeServer | None = None
+        self._edges: list[EdgeServer] = []
+        self._listeners: list[asyncio.Server] = []
         server = config.server
-        self._execute = _capability(server.execute_capability)
-        self._internal = _capability(server.internal_capability)
+        self.secrets = (
+            _capability(server.execute_capability),
+            _capability(server.internal_capability),
+        )
+        """The capabilities, to mask them in each log line."""
         self.observer = Observer()
         self.app = App(
-            Capabilities(self._execute, self._internal),
+            Capabilities(*self.secrets),
             body_bytes_max=config.execute.body_bytes_max,
             body_seconds=server.body_seconds,
             deadline_seconds=config.execute.deadline_seconds,
@@ -103,11 +141,6 @@ class Daemon:
             observer=self.observer,
             about={"run": self.files.directory.name, "profile": config.profile},
         )
-
-    @property
-    def secrets(self) -> tuple[str, str]:
-        """What no log line may hold."""
-        return self._execute, self._internal
 
     def stop(self) -> None:
         """Asks for an orderly end; callable from a signal handler of the loop."""
@@ -118,134 +151,177 @@ class Daemon:
 
         Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
         """
-        server = self._edge()
-        listening: list[asyncio.Server] = []
         try:
             # Listening first: reading a long history or a large index must not silence `/livez`.
-            self.port = await self._listen(server, listening)
+            port = await self._listen()
             found = await asyncio.to_thread(
                 take_directory, self.files, resume=self._resume, progress=self._progress
             )
-            parts = await self._assemble(found)
+            try:
+                parts = await self._assemble(found)
+            except BaseException:
+                await asyncio.to_thread(self.files.abandon)
+                raise
         except BaseException:
-            _close_listeners(listening)
+            self._close_listeners()
             raise
-        service = parts.service
-        # Before the file that says so: who finds the address must find it answering.
-        self.app.serve(self._served(parts, server))
-        endpoints = served_at(self.config.server.host, self.port, self._execute, self._internal)
+        # Before the file that says so: a client that finds the address must find it answering.
+        edge = self._edges[0]
+        self.app.serve(
+            ServedRun(
+                service=parts.service,
+                scoring=parts.scoring,
+                observer=self.observer,
+                connections=lambda: edge.open,
+                oldest_began=edge.oldest_began,
+                facts=parts.facts,
+                cluster_run=parts.cluster_run,
+            )
+        )
+        host = self.config.server.host
+        base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        endpoints = Endpoints(*(f"{base}/{capability}" for capability in self.secrets))
+        value = {**asdict(endpoints), "pid": os.getpid()}
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         try:
-            await asyncio.to_thread(self.files.replace, ENDPOINTS, endpoints_json(endpoints))
+            await asyncio.to_thread(self.files.replace, ENDPOINTS, text)
         except OSError as exc:
-            await self._wind_down(parts, server, listening)
+            await self._wind_down(parts)
             raise errors.RUN_DIRECTORY(
                 f"{ENDPOINTS} cannot be written in {self.files.directory}: {exc.strerror or exc}; "
-                "nobody could find the run, so it is not served"
+                "no client could find the run, so it is not served"
             ) from None
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
         if self._on_ready is not None:
-            self._on_ready(endpoints, service)
+            self._on_ready(endpoints, parts.service)
         await self._stop.wait()
-        await self._wind_down(parts, server, listening)
+        await self._wind_down(parts)
         return EXIT_LATCHED if parts.run.state.closed else EXIT_FINE
 
     # --- building ---------------------------------------------------------------------------------
 
-    def _edge(self) -> EdgeServer:
-        return EdgeServer(
-            self.app.handle,
-            observer=self.app,
-            capability_marker=self.app.capability_marker,
-            keepalive_seconds=self.config.server.idle_seconds,
-            connections_max=self.config.server.connections_max,
-        )
-
-    async def _assemble(self, found: Reopened | None) -> Parts:
-        try:
-            return await assemble(
-                self.config,
-                self.files,
-                found,
-                provider=self._provider,
-                progress=self._progress,
-                observer=self.observer,
-                connect=self._connect,
-            )
-        except BaseException:
-            await asyncio.to_thread(self.files.abandon)
-            raise
-
-    def _served(self, parts: Parts, server: EdgeServer) -> ServedRun:
-        return ServedRun(
-            service=parts.service,
-            scoring=parts.scoring,
-            observer=self.observer,
-            connections=lambda: server.open,
-            oldest_began=server.oldest_began,
-            facts=parts.facts,
-            cluster_run=parts.cluster_run,
-        )
-
-    async def _listen(self, server: EdgeServer, listening: list[asyncio.Server]) -> int:
-        """Binds both listeners before the index loads, so that a taken port is told at once."""
+    async def _listen(self) -> int:
+        """The port, once it answers. Both listeners are bound first, before the index loads, so
+        that a taken port is told at once.
+        """
         given = self.config.server
-        main = bind(given.host, given.port)
-        probe = None
+        wanted = [(self.app.handle, given.host, given.port)]
         if given.probe_port is not None:
-            try:
-                probe = bind(given.probe_host or given.host, given.probe_port)
-            except BaseException:
-                main.close()
-                raise
-        port: int = main.getsockname()[1]
-        listening.append(await listen(server, main))
-        if probe is not None:
-            self._probes = probes = EdgeServer(
-                self.app.handle_probe,
+            probed = given.probe_host or given.host
+            wanted.append((self.app.handle_probe, probed, given.probe_port))
+        self._edges = [
+            EdgeServer(
+                handler,
                 observer=self.app,
                 capability_marker=self.app.capability_marker,
                 keepalive_seconds=given.idle_seconds,
                 connections_max=given.connections_max,
             )
-            self.probe_port = probe.getsockname()[1]
-            listening.append(await listen(probes, probe))
-        return port
+            for handler, _, _ in wanted
+        ]
+        with ExitStack() as bound:
+            sockets = [bound.enter_context(bind(host, port)) for _, host, port in wanted]
+            bound.pop_all()
+        ports: list[int] = [sock.getsockname()[1] for sock in sockets]
+        for edge, sock in zip(self._edges, sockets, strict=True):
+            self._listeners.append(await listen(edge, sock))
+        self.port, self.probe_port = ports[0], ports[1] if len(ports) > 1 else None
+        return ports[0]
+
+    async def _assemble(self, found: Reopened | None) -> Parts:
+        """Opens provider and rewards, claims or resumes the run, and builds what serves it.
+
+        What was opened is closed again where a later step fails. Raises ``UsageError`` or another
+        named error with a sentence for the operator.
+        """
+        config, files = self.config, self.files
+        opened = self._provider or await open_configured(config, self._progress)
+        rewards: Rewards | None = None
+        cluster_run: ClusterRun | None = None
+        try:
+            retrieval = config.retrieval
+            guard = Guard(
+                opened,
+                top_n=TOP_N,
+                retries=retrieval.retries,
+                drop_tagged=retrieval.on_protocol_tag == "drop",
+                watch_drift=retrieval.on_drift == "latch",
+            )
+            await guard.claim_identity()
+            facts: dict[str, Any] = {
+                "retrieval": guard.identity,
+                "retrieval_identity_sha256": guard.identity_sha256,
+            }
+            # Imported where wanted: a run without them does not load their modules.
+            if config.cluster is not None:
+                from smartsearch_sidecar.gate.cluster import ClusterRun
+
+                cluster_run = await ClusterRun.reach(config, self._connect)
+            if config.reward.enabled:
+                from smartsearch_sidecar.scoring.build import open_rewards
+
+                rewards = await open_rewards(config)
+                facts["reward"] = rewards.facts
+                await rewards.remember(None if found is None else files.directory, cluster_run)
+            join = None if cluster_run is None else partial(cluster_run.join, facts)
+            observer = self.observer
+            run = await begin(
+                files, config, found, facts, observer=observer, join=join, quota=cluster_run
+            )
+        except BaseException:
+            if cluster_run is not None:
+                await cluster_run.withdraw()
+            if rewards is not None:
+                await rewards.close()
+            await opened.close()
+            raise
+        own = None if rewards is None else rewards.answers.add
+        on_answer = own if cluster_run is None else cluster_run.on_answer
+        parts = Parts(run, _service(config, run, guard, on_answer), facts, cluster_run)
+        if cluster_run is not None:
+            await cluster_run.begin(parts.service)
+        if rewards is not None:
+            parts.rewards, parts.scoring = rewards, rewards.scoring(run)
+            parts.watching = asyncio.create_task(rewards.watch(run), name="helper-identity")
+        return parts
 
     # --- closing ----------------------------------------------------------------------------------
 
-    async def _wind_down(
-        self, parts: Parts, server: EdgeServer, listening: list[asyncio.Server]
-    ) -> None:
-        service, scoring = parts.service, parts.scoring
-        self._log.info(
-            "stopping", in_service=service.slots.in_service, waiting=service.slots.waiting
-        )
-        _close_listeners(listening)
+    async def _wind_down(self, parts: Parts) -> None:
+        run, slots, scoring = parts.run, parts.service.slots, parts.scoring
+        self._log.info("stopping", in_service=slots.in_service, waiting=slots.waiting)
+        self._close_listeners()
         limit = self.config.execute.deadline_seconds + DRAIN_GRACE_SECONDS
         try:
             async with asyncio.timeout(limit):
-                await service.slots.wait_idle()
+                await slots.wait_idle()
                 if scoring is not None:
                     await scoring.slots.wait_idle()
         except TimeoutError:
             self._log.error("work in flight did not end in time", seconds=limit)
         await self.app.close()
-        await drain(server, CONNECTIONS_CLOSE_SECONDS)
-        if self._probes is not None:
-            await drain(self._probes, CONNECTIONS_CLOSE_SECONDS)
+        for edge in self._edges:
+            await drain(edge, CONNECTIONS_CLOSE_SECONDS)
         try:
             await parts.close()
         except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
         if parts.cluster_run is not None:
             parts.cluster_run.ending()
-        await self._record_end(parts.run)
+        try:
+            await run.recorder.post_for_receipt(RunClosed(run.state.closed, run.state.usage()))
+        except errors.LedgerFailed as failure:
+            self._log.error("the end could not be recorded", reason=failure.message)
         if parts.cluster_run is not None:
             await parts.cluster_run.leave()
-        await parts.run.writer.close()
+        await run.writer.close()
         await asyncio.to_thread(self._close_files)
-        cause = parts.run.state.cause
+        cause = run.state.cause
         self._log.info("stopped", latched=cause.cause if cause else None)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
 
     def _close_files(self) -> None:
         try:
@@ -255,23 +331,33 @@ class Daemon:
         finally:
             self.files.close()
 
-    async def _record_end(self, run: Run) -> None:
-        end = RunClosed(run.state.closed, run.state.usage())
-        try:
-            await run.recorder.post_for_receipt(end)
-        except errors.LedgerFailed as failure:
-            self._log.error("the end could not be recorded", reason=failure.message)
+
+def _service(
+    config: Config, run: Run, guard: Guard, on_answer: Callable[[str], None] | None
+) -> Service:
+    if isinstance(guard.provider, WatchesItself):
+        guard.provider.on_fault = lambda fault: run.recorder.close_latch(
+            fault.closes_as, detail=fault.message
+        )
+    execute = config.execute
+    waited = run.observer.waited["execute"].observe
+    return Service(
+        run=run,
+        slots=Slots(execute.slots, execute.waiting_max, waited=waited),
+        retrieval=CachedSearch(guard, cache_bytes=config.retrieval.cache_mib * MIB),
+        policy=ServicePolicy(
+            rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
+            deadline_seconds=execute.deadline_seconds,
+            decline=execute.on_invalid_query == "decline",
+            latch_undelivered=execute.on_undelivered == "latch",
+        ),
+        on_answer=on_answer,
+    )
 
 
-def _close_listeners(listening: list[asyncio.Server]) -> None:
-    for server in listening:
-        server.close()
-
-
-def _capability(given: object) -> str:
+def _capability(given: SecretStr | None) -> str:
     """The configured capability, or 43 fresh URL-safe characters."""
-    reveal = getattr(given, "get_secret_value", None)
-    return str(reveal()) if reveal is not None else secrets.token_urlsafe(32)
+    return secrets.token_urlsafe(32) if given is None else given.get_secret_value()
 
 
 def serve_until_stopped(

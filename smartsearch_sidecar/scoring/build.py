@@ -3,7 +3,7 @@
 Two halves, as in ``ledger/start.py``: ``open_rewards`` learns the identities a claim names, before
 anything is claimed; ``Rewards.scoring`` builds what serves, once there is a ``Run``.
 
-Apart from ``process/build.py``, its one user: a run without rewards never imports it.
+Apart from ``process/daemon.py``, its one user: a run without rewards never imports it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import pytest
 
 import smartsearch_sidecar
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.process.endpoints import OTHER_DESCRIPTORS
+from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS
 from tests.fakes.nats_cluster import free_ports
 from tests.fakes.nats_cluster import program as nats_server
 from tests.fakes.process import ROOT, environment, running, toml

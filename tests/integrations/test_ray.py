@@ -257,10 +257,10 @@ def test_a_node_is_found_again_by_its_host() -> None:
 
     def named(*hosts: str) -> list[str]:
         nodes = [
-            {"NodeID": f"{number}" * 56, "NodeManagerHostname": host}
+            {"NodeID": f"{number}" * 56, "NodeManagerHostname": host, "Alive": True}
             for number, host in enumerate(hosts)
         ]
-        return list(ray_sidecars._named(iter(nodes)))
+        return list(ray_sidecars._named(nodes, lambda node: True))
 
     assert named("gpu-7.cluster.local", "gpu-8") == ["gpu-7-cluster-local", "gpu-8"]
     assert named("vm", "vm", "other") == ["vm-00000000", "vm-11111111", "other"]

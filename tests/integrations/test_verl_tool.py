@@ -322,9 +322,8 @@ async def test_a_capability_that_is_echoed_goes_no_further(module: Any, tmp_path
     body = json.dumps({"error": {"code": "proxy", "message": f"/{EXECUTE_CAPABILITY}"}}).encode()
     async with stranger(body) as url:
         path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=url)
-        status, value = await asyncio.to_thread(
-            module._ask, "POST", "/x", {}, 5.0, url="sandbox_url", endpoints=path
-        )
+        asked = await asyncio.to_thread(module._url, "sandbox_url", path)
+        status, value = await asyncio.to_thread(module._ask, asked, "/x", {}, 5.0)
         assert (status, value["error"]["message"]) == (200, "/***")
 
 

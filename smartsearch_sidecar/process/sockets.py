@@ -1,44 +1,23 @@
-"""Where a run is reached: the bound socket, and the two URLs that ``endpoints.json`` holds."""
+"""What the kernel gives a run: its bound sockets, and descriptors enough for its connections."""
 
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import socket
-from dataclasses import asdict
 
-import orjson
 import structlog
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.client import Endpoints
 
 OTHER_DESCRIPTORS = 256
 """Beside client connections: journal, index, helper, retriever and the event loop."""
 
 
-def served_at(host: str, port: int, execute: str, internal: str) -> Endpoints:
-    """The two URLs of a run, with the capabilities ``execute`` and ``internal``."""
-    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return Endpoints(f"{base}/{execute}", f"{base}/{internal}")
-
-
-def endpoints_json(endpoints: Endpoints) -> bytes:
-    """The bytes of ``endpoints.json``: both URLs, and the id of this process."""
-    value = {**asdict(endpoints), "pid": os.getpid()}
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-
-
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet.
+    """A bound TCP socket that does not listen yet; port 0 takes any free one.
 
-    Args:
-        host: an address; one with a colon is IPv6.
-        port: 0 takes any free one.
-
-    Raises:
-        errors.UsageError: the port is taken, or the address is not one of this host.
+    Raises ``UsageError`` where the port is taken, or the address is not one of this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -51,9 +30,9 @@ def bind(host: str, port: int) -> socket.socket:
             raise errors.USAGE(
                 f"port {port} on {host} is taken: stop what listens there, or set server.port"
             ) from None
+        why = exc.strerror or exc
         raise errors.USAGE(
-            f"cannot listen on {host} port {port}: {exc.strerror or exc}; set server.host and "
-            "server.port"
+            f"cannot listen on {host} port {port}: {why}; set server.host and server.port"
         ) from None
     return sock
 

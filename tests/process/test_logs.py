@@ -1,0 +1,47 @@
+"""Log lines of this package and of a library, with secrets masked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from smartsearch_sidecar.process import logs
+
+SECRET = "a-capability-of-a-run"
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Gives the process its loggers back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("pretty", [False, True])
+def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A field, another library's message and a traceback show the mask in place of a secret."""
+    logs.configure([SECRET], pretty=pretty)
+    structlog.get_logger("ours").info("asked", path=f"/{SECRET}/execute")
+    logging.getLogger("theirs").warning("GET /%s/health", SECRET)
+    try:
+        raise ValueError(SECRET)
+    except ValueError:
+        logging.getLogger("theirs").exception("failed")
+    said = capsys.readouterr().err
+    assert SECRET not in said
+    assert said.count(logs.MASK) >= 3
+    if not pretty:
+        lines = [json.loads(line) for line in said.splitlines()]
+        assert [line["level"] for line in lines] == ["info", "warning", "error"]
+        assert [line["logger"] for line in lines] == ["ours", "theirs", "theirs"]
+        assert {"event", "timestamp"} <= set(lines[0])
+        assert not any(key.startswith("_") for line in lines for key in line)
