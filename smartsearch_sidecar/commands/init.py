@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 import smartsearch_sidecar
 from smartsearch_sidecar import errors
@@ -34,53 +35,34 @@ REWARD_FILE = Path(smartsearch_sidecar.__file__).parent / "integrations" / "smar
 
 def init(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where the files go; made when missing.")
+        Path, Argument(metavar="DIR", help="Where the files go; made when missing.")
     ],
     *,
-    ranks: Annotated[
-        int, typer.Option("--ranks", min=1, max=1024, help="Rollout ranks (GPUs) of this node.")
-    ],
+    ranks: Annotated[int, Option(min=1, max=1024, help="Rollout ranks (GPUs) of this node.")],
     tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel", min=1, max=1024, help="rollout.tensor_model_parallel_size."
-        ),
+        int, Option(min=1, max=1024, help="rollout.tensor_model_parallel_size.")
     ],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of the run.")] = 1000,
+    steps: Annotated[int, Option(min=1, help="Training steps of the run.")] = 1000,
     questions: Annotated[
-        int, typer.Option("--questions", min=1, help="Questions of a step (data.train_batch_size).")
+        int, Option(min=1, help="Questions of a step (data.train_batch_size).")
     ] = 256,
-    rollouts: Annotated[
-        int, typer.Option("--rollouts", min=1, help="Rollouts of a question (rollout.n).")
-    ] = 8,
-    searches: Annotated[
-        int, typer.Option("--searches", min=1, help="Searches of a rollout (rollout.max_turns).")
-    ] = 5,
-    validation_questions: Annotated[
-        int, typer.Option("--validation-questions", min=0, help="Questions of the test set.")
-    ] = 1000,
-    test_every: Annotated[
-        int, typer.Option("--test-every", min=1, help="Steps between tests (trainer.test_freq).")
-    ] = 10,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=4096, help="Trainer nodes.")] = 1,
-    index: Annotated[
-        Path | None, typer.Option("--index", help="The folder `index build` wrote, or will.")
-    ] = None,
-    port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="The same on every node.")
-    ] = 8765,
+    rollouts: Annotated[int, Option(min=1, help="Rollouts of a question (rollout.n).")] = 8,
+    searches: Annotated[int, Option(min=1, help="Searches of a rollout (rollout.max_turns).")] = 5,
+    validation_questions: Annotated[int, Option(min=0, help="Questions of the test set.")] = 1000,
+    test_every: Annotated[int, Option(min=1, help="Steps between tests (trainer.test_freq).")] = 10,
+    nodes: Annotated[int, Option(min=1, max=4096, help="Trainer nodes.")] = 1,
+    index: Annotated[Path | None, Option(help="The folder `index build` wrote, or will.")] = None,
+    port: Annotated[int, Option(min=1, max=65535, help="The same on every node.")] = 8765,
     nats: Annotated[
         str | None,
-        typer.Option(
-            "--nats",
+        Option(
             envvar="SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL",
             show_envvar=True,
             help="NATS servers, commas between: one run over all nodes, one verdict, one quota.",
         ),
     ] = None,
     run_id: Annotated[
-        str | None,
-        typer.Option("--run-id", help="The run's name on NATS, of this run alone; else made."),
+        str | None, Option(help="The run's name on NATS, of this run alone; else made.")
     ] = None,
 ) -> None:
     """Write a configuration and two capability files (0600), with every quota sized and shown.

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.ledger_output import (
@@ -51,8 +52,8 @@ STYLES = {
     Tone.RUN: "cyan",
 }
 
-RunDir = Annotated[Path, typer.Argument(help="The run's directory.", metavar="RUN")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")]
+RunDir = Annotated[Path, Argument(help="The run's directory.", metavar="RUN")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of words.")]
 
 
 class ExportLayout(enum.StrEnum):
@@ -78,17 +79,15 @@ def _no_history() -> Iterator[None]:
 def verify(
     runs: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="The run's directory; of a run of many nodes, each node's.", metavar="RUN..."
         ),
     ],
     receipt: Annotated[
-        Path | None,
-        typer.Option("--receipt", help="A checkpoint's receipt: is it of this very history?"),
+        Path | None, Option(help="A checkpoint's receipt: is it of this very history?")
     ] = None,
     documents: Annotated[
-        bool,
-        typer.Option("--documents", help="Read every passage as JSON too; slower."),
+        bool, Option("--documents", help="Read every passage as JSON too; slower.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -128,17 +127,15 @@ def show(
     run: RunDir,
     *,
     kind: Annotated[
-        list[str] | None,
-        typer.Option("--kind", help="A kind of record, or the part before its dot; repeatable."),
+        list[str] | None, Option(help="A kind of record, or the part before its dot; repeatable.")
     ] = None,
     number: Annotated[
-        list[int] | None,
-        typer.Option("--number", help="The number of a search (or score, or call); repeatable."),
+        list[int] | None, Option(help="The number of a search (or score, or call); repeatable.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option("--since", help="From this time on, e.g. 2026-12-02T04:13 (UTC).")
+        str | None, Option(help="From this time on, e.g. 2026-12-02T04:13 (UTC).")
     ] = None,
-    until: Annotated[str | None, typer.Option("--until", help="Before this time.")] = None,
+    until: Annotated[str | None, Option(help="Before this time.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List records, one a line; with --json as recorded, one JSON value a line."""
@@ -178,9 +175,9 @@ def _styled(row: Shown) -> Text:
 @app.command()
 def export(
     run: RunDir,
-    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
+    out: Annotated[Path, Argument(help="A directory that does not exist yet.")],
     layout: Annotated[
-        ExportLayout, typer.Option("--layout", help="Whose files: the reference implementation's.")
+        ExportLayout, Option(help="Whose files: the reference implementation's.")
     ] = ExportLayout.REFERENCE,
 ) -> None:
     """Write the run's searches as the reference implementation keeps them: a file for each."""
@@ -202,9 +199,7 @@ def export(
 @app.command()
 def replay(
     run: RunDir,
-    config: Annotated[
-        Path, typer.Option("--config", help="The configuration that names the provider to ask.")
-    ],
+    config: Annotated[Path, Option(help="The configuration that names the provider to ask.")],
     as_json: AsJson = False,
 ) -> None:
     """Ask every recorded search again and compare documents: exit 0 the same, 1 not.
