@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 import typer
+from typer import Option
 
 from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.commands import (
@@ -51,7 +52,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
+    version: bool = Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
 ) -> None:

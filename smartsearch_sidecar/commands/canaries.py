@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import load
@@ -26,12 +27,10 @@ def _group() -> None:
 @app.command("record")
 def record_command(
     questions: Annotated[
-        Path, typer.Argument(help="One question a line; a handful from your dataset is enough.")
+        Path, Argument(help="One question a line; a handful from your dataset is enough.")
     ],
-    out: Annotated[Path, typer.Argument(help="The canary file to write; it must not exist.")],
-    config: Annotated[
-        Path, typer.Option("--config", help="The configuration with [retrieval.flashrag].")
-    ],
+    out: Annotated[Path, Argument(help="The canary file to write; it must not exist.")],
+    config: Annotated[Path, Option(help="The configuration with [retrieval.flashrag].")],
 ) -> None:
     """Ask each question twice and write the answers: name the file in retrieval.flashrag.canaries.
 

@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.client import (
-    ENDPOINTS_VARIABLE,
-    TIMEOUT_SECONDS,
-    Client,
-    find_endpoints,
-)
+from smartsearch_sidecar.client import ENDPOINTS_VARIABLE, TIMEOUT_SECONDS, Client, find_endpoints
 from smartsearch_sidecar.errors import GOING_ON, remedy
 
 RunDir = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--run-dir",
         help=f"The served run's directory; without it {ENDPOINTS_VARIABLE} names endpoints.json.",
     ),
@@ -29,7 +25,7 @@ RunDir = Annotated[
 def url(
     run_dir: RunDir = None,
     internal: Annotated[
-        bool, typer.Option("--internal", help="The trainer's and operator's URL instead.")
+        bool, Option("--internal", help="The trainer's and operator's URL instead.")
     ] = False,
 ) -> None:
     """Print the sandbox_url rollouts are configured with. It holds a capability: do not log it."""
@@ -40,10 +36,9 @@ def url(
 def check(
     run_dir: RunDir = None,
     settle: Annotated[
-        float,
-        typer.Option("--settle", min=0, max=600, help="Seconds to wait for work in flight."),
+        float, Option(min=0, max=600, help="Seconds to wait for work in flight.")
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the whole answer.")] = False,
 ) -> None:
     """The checkpoint gate: exit 0 healthy, 1 not, 2 unreachable.
 
@@ -114,21 +109,16 @@ def _run_sentence(value: dict[str, object], cluster: dict[str, Any]) -> str:
 
 def checkpoint(
     *,
-    step: Annotated[int, typer.Option("--step", min=0, help="The trainer's step.")],
+    step: Annotated[int, Option(min=0, help="The trainer's step.")],
     run_dir: RunDir = None,
     path: Annotated[
-        str | None, typer.Option("--path", help="Where the checkpoint is; kept in the receipt.")
+        str | None, Option(help="Where the checkpoint is; kept in the receipt.")
     ] = None,
-    manifest_sha256: Annotated[
-        str | None, typer.Option("--manifest-sha256", help="Of its manifest, if it has one.")
-    ] = None,
+    manifest_sha256: Annotated[str | None, Option(help="Of its manifest, if it has one.")] = None,
     settle: Annotated[
-        float,
-        typer.Option("--settle", min=0, max=600, help="Seconds to wait for work in flight."),
+        float, Option(min=0, max=600, help="Seconds to wait for work in flight.")
     ] = 30.0,
-    receipt: Annotated[
-        Path | None, typer.Option("--receipt", help="Write it here, not to standard output.")
-    ] = None,
+    receipt: Annotated[Path | None, Option(help="Write it here, not to standard output.")] = None,
 ) -> None:
     """Have a checkpoint accepted, and keep its receipt: exit 0 accepted, 1 refused, 2 unreachable.
 
@@ -172,8 +162,7 @@ def _refusal(value: object) -> str:
 
 
 def latch(
-    reason: Annotated[str, typer.Option("--reason", help="Why; it is recorded.")],
-    run_dir: RunDir = None,
+    reason: Annotated[str, Option(help="Why; it is recorded.")], run_dir: RunDir = None
 ) -> None:
     """Close the run's latch by hand: no search, reward or checkpoint is accepted any more.
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from typer import Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client, Endpoints
@@ -27,20 +28,14 @@ QUESTION = "Who discovered penicillin?"
 
 
 def demo(
-    config: Annotated[Path, typer.Option("--config", help="The demo's configuration.")] = Path(
-        "config/demo.toml"
+    config: Annotated[Path, Option(help="The demo's configuration.")] = Path("config/demo.toml"),
+    corpus: Annotated[Path, Option(help="The vital articles, fetched by make setup.")] = Path(
+        ".cache/vital/summaries_en-us.json"
     ),
-    corpus: Annotated[
-        Path, typer.Option("--corpus", help="The vital articles, fetched by make setup.")
-    ] = Path(".cache/vital/summaries_en-us.json"),
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="Without it, any.")
-    ] = None,
-    question: Annotated[str, typer.Option("--question", help="Asked once, as a rollout asks.")] = (
-        QUESTION
-    ),
+    port: Annotated[int | None, Option(min=0, max=65535, help="Without it, any.")] = None,
+    question: Annotated[str, Option(help="Asked once, as a rollout asks.")] = (QUESTION),
     once: Annotated[
-        bool, typer.Option("--once", help="Stop after the example instead of serving on.")
+        bool, Option("--once", help="Stop after the example instead of serving on.")
     ] = False,
 ) -> None:
     """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import verification
@@ -23,27 +24,18 @@ STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 
 def doctor(
     *,
-    config: Annotated[Path, typer.Option("--config", help="The configuration `serve` will get.")],
-    run_dir: Annotated[
-        Path | None, typer.Option("--run-dir", help="The run directory `serve` will get.")
-    ] = None,
+    config: Annotated[Path, Option(help="The configuration `serve` will get.")],
+    run_dir: Annotated[Path | None, Option(help="The run directory `serve` will get.")] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, max=1024, help="Rollout ranks of this node; 8 calls each."),
+        int | None, Option(min=1, max=1024, help="Rollout ranks of this node; 8 calls each.")
     ] = None,
-    question: Annotated[
-        str | None, typer.Option("--question", help="One that must find its passage.")
-    ] = None,
-    passage: Annotated[
-        str | None, typer.Option("--passage", help="Text that one of its passages must hold.")
-    ] = None,
+    question: Annotated[str | None, Option(help="One that must find its passage.")] = None,
+    passage: Annotated[str | None, Option(help="Text that one of its passages must hold.")] = None,
     trial_call: Annotated[
-        bool, typer.Option("--trial-call", help="Ask the reward helper once; it costs tokens.")
+        bool, Option("--trial-call", help="Ask the reward helper once; it costs tokens.")
     ] = False,
-    trainer_uid: Annotated[
-        int | None, typer.Option("--trainer-uid", min=0, help="The user the trainer runs as.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    trainer_uid: Annotated[int | None, Option(min=0, help="The user the trainer runs as.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Check everything a run needs: ok, warning or error for each thing, with the remedy.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from typer import Argument, Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.dataset import is_parquet, parquet_rows
@@ -90,11 +91,11 @@ def _group() -> None:
 @app.command("digest")
 def digest(
     dataset: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The trainer's dataset: Parquet or JSONL.")
+        Path, Argument(metavar="FILE", help="The trainer's dataset: Parquet or JSONL.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help=f"Show every text, not the first {SHOWN}.")
+        bool, Option("--all", help=f"Show every text, not the first {SHOWN}.")
     ] = False,
 ) -> None:
     """List the environments a dataset holds: rows, text, digest, and the line for [execute].

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from typer import Argument, Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import MIB, plain_lines
@@ -43,18 +44,17 @@ def _group() -> None:
 def build(
     corpus: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="CORPUS",
             help="FlashRAG/Search-R1 JSONL (id, contents), BEIR JSONL (_id, title, text), DPR TSV "
             "(id, text, title) or the vital-articles summaries; plain or gzip.",
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The index: a folder that does not exist yet.")
+        Path, Argument(metavar="OUT", help="The index: a folder that does not exist yet.")
     ],
     form: Annotated[
-        Format | None,
-        typer.Option("--format", help="Of the corpus; without it, the content tells."),
+        Format | None, Option("--format", help="Of the corpus; without it, the content tells.")
     ] = None,
 ) -> None:
     """Build the BM25 index of a corpus: the same corpus gives the same answers on every machine.

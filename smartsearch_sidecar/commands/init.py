@@ -1,86 +1,126 @@
-"""``init``: a configuration with its capabilities, and the lines for the trainer."""
+"""``init``: a configuration with its capabilities and quotas, and the lines for the trainer.
+
+The arithmetic is shown to the operator, because a run ends where a quota is used up, and a wrong
+one is found days later.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
+import tomli_w
 import typer
+from typer import Argument, Option
 
 import smartsearch_sidecar
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import ENDPOINTS_VARIABLE
-from smartsearch_sidecar.commands.init_plan import (
-    CONFIG_NAME,
-    EXECUTE_NAME,
-    INTERNAL_NAME,
-    NODE_VARIABLE,
-    RUN_NAME,
-    Coordination,
-    Plan,
-    arithmetic,
-    sized,
-    written,
-)
 from smartsearch_sidecar.config import load
+from smartsearch_sidecar.config.loading import env_name
+from smartsearch_sidecar.config.model import FIELDS
 from smartsearch_sidecar.doctor.loopback import export_line
+from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
 REWARD_FILE = Path(smartsearch_sidecar.__file__).parent / "integrations" / "smartsearch_reward.py"
+SPARE: Final = 1.25
+"""Factor of each quota: for resumed steps, a step more than planned, groups sampled again."""
+LEASE_BLOCK: Final[int] = FIELDS["cluster.lease_block"].default
+"""The default. In a small run the nodes together would hold too many of its searches."""
+LEASED_SHARE: Final = 20
+"""The blocks of all nodes together are at most one in this many of the run's searches."""
+SLOTS: Final[int] = FIELDS["execute.slots"].default
+WAITING_MIN: Final[int] = FIELDS["execute.waiting_max"].default
+"""The default; a larger node needs more."""
+CONFIG_NAME: Final = "sidecar.toml"
+EXECUTE_NAME: Final = "execute.capability"
+INTERNAL_NAME: Final = "internal.capability"
+RUN_NAME: Final = "runs/001"
+NODE_VARIABLE: Final = env_name("cluster.node")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The settings that the trainer is started with; each is an option of ``init``.
+
+    ``nats_url`` and ``run_id`` are set where the nodes lease from one quota, else each node has a
+    share. The address may hold a password.
+    """
+
+    ranks: int
+    tensor_parallel: int
+    steps: int
+    questions: int
+    rollouts: int
+    searches: int
+    validation_questions: int
+    test_every: int
+    nodes: int
+    nats_url: str | None = None
+    run_id: str | None = None
+
+    @property
+    def trained(self) -> int:
+        """Rollouts of the whole run."""
+        return self.steps * self.questions * self.rollouts
+
+    @property
+    def tested(self) -> int:
+        """Validation rollouts of the whole run: one a question, before it and at each test."""
+        return self.validation_questions * (self.steps // self.test_every + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The quotas that follow from a plan: whole numbers, rounded up to two digits.
+
+    ``rewards`` and ``validation`` hold ``max_scores``, ``max_helper_calls``, ``max_output_tokens``.
+    """
+
+    max_calls: int
+    waiting_max: int
+    rewards: dict[str, int]
+    validation: dict[str, int]
+    lease_block: int
 
 
 def init(
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where the files go; made when missing.")
+        Path, Argument(metavar="DIR", help="Where the files go; made when missing.")
     ],
     *,
-    ranks: Annotated[
-        int, typer.Option("--ranks", min=1, max=1024, help="Rollout ranks (GPUs) of this node.")
-    ],
+    ranks: Annotated[int, Option(min=1, max=1024, help="Rollout ranks (GPUs) of this node.")],
     tensor_parallel: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel", min=1, max=1024, help="rollout.tensor_model_parallel_size."
-        ),
+        int, Option(min=1, max=1024, help="rollout.tensor_model_parallel_size.")
     ],
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of the run.")] = 1000,
+    steps: Annotated[int, Option(min=1, help="Training steps of the run.")] = 1000,
     questions: Annotated[
-        int, typer.Option("--questions", min=1, help="Questions of a step (data.train_batch_size).")
+        int, Option(min=1, help="Questions of a step (data.train_batch_size).")
     ] = 256,
-    rollouts: Annotated[
-        int, typer.Option("--rollouts", min=1, help="Rollouts of a question (rollout.n).")
-    ] = 8,
-    searches: Annotated[
-        int, typer.Option("--searches", min=1, help="Searches of a rollout (rollout.max_turns).")
-    ] = 5,
-    validation_questions: Annotated[
-        int, typer.Option("--validation-questions", min=0, help="Questions of the test set.")
-    ] = 1000,
-    test_every: Annotated[
-        int, typer.Option("--test-every", min=1, help="Steps between tests (trainer.test_freq).")
-    ] = 10,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=4096, help="Trainer nodes.")] = 1,
-    index: Annotated[
-        Path | None, typer.Option("--index", help="The folder `index build` wrote, or will.")
-    ] = None,
-    port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="The same on every node.")
-    ] = 8765,
+    rollouts: Annotated[int, Option(min=1, help="Rollouts of a question (rollout.n).")] = 8,
+    searches: Annotated[int, Option(min=1, help="Searches of a rollout (rollout.max_turns).")] = 5,
+    validation_questions: Annotated[int, Option(min=0, help="Questions of the test set.")] = 1000,
+    test_every: Annotated[int, Option(min=1, help="Steps between tests (trainer.test_freq).")] = 10,
+    nodes: Annotated[int, Option(min=1, max=4096, help="Trainer nodes.")] = 1,
+    index: Annotated[Path | None, Option(help="The folder `index build` wrote, or will.")] = None,
+    port: Annotated[int, Option(min=1, max=65535, help="The same on every node.")] = 8765,
     nats: Annotated[
         str | None,
-        typer.Option(
-            "--nats",
+        Option(
             envvar="SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL",
             show_envvar=True,
             help="NATS servers, commas between: one run over all nodes, one verdict, one quota.",
         ),
     ] = None,
     run_id: Annotated[
-        str | None,
-        typer.Option("--run-id", help="The run's name on NATS, of this run alone; else made."),
+        str | None, Option(help="The run's name on NATS, of this run alone; else made.")
     ] = None,
 ) -> None:
     """Write a configuration and two capability files (0600), with every quota sized and shown.
@@ -93,7 +133,6 @@ def init(
         raise errors.USAGE(
             f"{ranks} ranks cannot be divided into groups of {tensor_parallel} (--tensor-parallel)"
         )
-    coordination = _coordination(nodes, nats, run_id)
     plan = Plan(
         ranks=ranks,
         tensor_parallel=tensor_parallel,
@@ -104,32 +143,23 @@ def init(
         validation_questions=validation_questions,
         test_every=test_every,
         nodes=nodes,
-        coordinated=coordination is not None,
+        nats_url=nats,
+        run_id=secrets.token_hex(8) if nats is not None and run_id is None else run_id,
     )
-    sizes = sized(plan)
-    text = written(
-        plan,
-        sizes,
-        index=None if index is None else index.absolute(),
-        port=port,
-        coordination=coordination,
-    )
+    _hold_coordination(plan)
     folder = directory.absolute()
     _write(
         folder,
         {
             EXECUTE_NAME: secrets.token_urlsafe(32) + "\n",
             INTERNAL_NAME: secrets.token_urlsafe(32) + "\n",
-            CONFIG_NAME: text,
+            CONFIG_NAME: _text(plan, None if index is None else index.absolute(), port),
         },
     )
-    loaded = load(
-        folder / CONFIG_NAME,
-        # Each node is given its own name, so the file has none.
-        overrides={"cluster.node": _node(0)} if plan.coordinated else None,
-    )
+    # Each node is given its own name, so the file has none.
+    loaded = load(folder / CONFIG_NAME, overrides={"cluster.node": _node(0)} if nats else None)
     typer.echo(f"{folder / CONFIG_NAME} and two capabilities beside it, readable by you alone.")
-    for line in arithmetic(plan, sizes):
+    for line in _arithmetic(plan):
         typer.echo(f"  {line}")
     for line in _next(folder, loaded.retrieval.bm25.index, plan, loaded.server.host):
         typer.echo(line)
@@ -158,28 +188,23 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         ) from None
 
 
-def _coordination(nodes: int, nats: str | None, run_id: str | None) -> Coordination | None:
-    """The NATS address and the run's name, checked before anything is written, and never quoted."""
-    if nats is None:
-        if run_id is not None:
+def _hold_coordination(plan: Plan) -> None:
+    """Checks the NATS address and the run's name before anything is written; quotes neither."""
+    if plan.nats_url is None:
+        if plan.run_id is not None:
             raise errors.USAGE("--run-id names the run on NATS: pass --nats as well")
-        return None
-    if nodes == 1:
+        return
+    if plan.nodes == 1:
         raise errors.USAGE("--nats is for a run of many nodes: pass --nodes as well")
-    chosen = Coordination(nats, secrets.token_hex(8) if run_id is None else run_id)
     # Checked by the models: a file that does not load would have to be removed again.
-    load(
-        None,
-        overrides={
-            "run.nodes": nodes,
-            "retrieval.bm25.index": "index",
-            "cluster.nats_url": chosen.nats_url,
-            "cluster.run_id": chosen.run_id,
-            "cluster.node": _node(0),
-        },
-        environ={},
-    )
-    return chosen
+    overrides = {
+        "run.nodes": plan.nodes,
+        "retrieval.bm25.index": "index",
+        "cluster.nats_url": plan.nats_url,
+        "cluster.run_id": plan.run_id,
+        "cluster.node": _node(0),
+    }
+    load(None, overrides=overrides, environ={})
 
 
 def _node(number: int) -> str:
@@ -187,18 +212,163 @@ def _node(number: int) -> str:
     return f"node-{number}"
 
 
+# --- quotas ---------------------------------------------------------------------------------------
+
+
+def rounded(value: float) -> int:
+    """Rounds up to two digits: people read a quota."""
+    if value <= 0:
+        return 0
+    unit: int = 10 ** max(0, math.floor(math.log10(value)) - 1)
+    return math.ceil(value / unit) * unit
+
+
+def sized(plan: Plan) -> Sizes:
+    """Every quota: the run's where nodes lease from it, else this node's share of the searches.
+
+    Rewards are asked of one node for all rollouts of the run.
+    """
+    sharing = 1 if plan.nats_url else plan.nodes
+    calls = (plan.trained + plan.tested) * plan.searches * plan.tensor_parallel / sharing
+    max_calls = max(1, rounded(calls * SPARE))
+    return Sizes(
+        max_calls=max_calls,
+        waiting_max=max(WAITING_MIN, plan.ranks * THREADS_PER_RANK - SLOTS),
+        rewards=_reward_quotas(plan.trained, plan.searches),
+        validation=_reward_quotas(plan.tested, plan.searches),
+        lease_block=max(1, min(LEASE_BLOCK, max_calls // (plan.nodes * LEASED_SHARE))),
+    )
+
+
+def _reward_quotas(rollouts: int, searches: int) -> dict[str, int]:
+    """The quotas of one split: a helper call for each search of a score."""
+    scores = rounded(rollouts * SPARE)
+    calls = scores * searches
+    return {
+        "max_scores": scores,
+        "max_helper_calls": calls,
+        "max_output_tokens": calls * MAX_NEW_TOKENS,
+    }
+
+
+def _arithmetic(plan: Plan) -> Iterator[str]:
+    """The calculation of each quota, a line each."""
+    sizes, trained = sized(plan), f"{plan.trained:,}"
+    places = plan.ranks * THREADS_PER_RANK - SLOTS
+    nodes = f" / {plan.nodes} nodes" if plan.nodes > 1 and plan.nats_url is None else ""
+    yield (
+        f"rollouts      {plan.steps:,} steps x {plan.questions:,} questions x {plan.rollouts} "
+        f"= {trained}"
+    )
+    yield (
+        f"validation    {plan.validation_questions:,} questions x "
+        f"({plan.steps:,} / {plan.test_every} + 1) tests = {plan.tested:,}"
+    )
+    yield (
+        f"max_calls     ({trained} + {plan.tested:,}) x {plan.searches} searches x "
+        f"{plan.tensor_parallel} tensor-parallel{nodes} x {SPARE} = {sizes.max_calls:,}"
+    )
+    yield (
+        f"waiting_max   {plan.ranks} ranks x {THREADS_PER_RANK} calls - {SLOTS} slots = "
+        f"{max(0, places):,}, at least {WAITING_MIN}: {sizes.waiting_max:,}"
+    )
+    yield (
+        f"max_scores    {trained} x {SPARE} = {sizes.rewards['max_scores']:,} "
+        "(a batch scored again is not counted again)"
+    )
+    yield (
+        f"helper calls  one a search: {sizes.rewards['max_helper_calls']:,}; "
+        f"tokens {MAX_NEW_TOKENS:,} each: {sizes.rewards['max_output_tokens']:,}"
+    )
+    if plan.nats_url is not None:
+        yield (
+            f"lease_block   {sizes.max_calls:,} / {plan.nodes} nodes / {LEASED_SHARE}, "
+            f"at most {LEASE_BLOCK}: {sizes.lease_block:,}"
+        )
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def _text(plan: Plan, index: Path | None, port: int) -> str:
+    """The configuration; paths without a root start at its folder. One text serves every node."""
+    sizes = sized(plan)
+    sums = "\n".join(f"#   {line}" for line in _arithmetic(plan))
+    nodes = f"nodes = {plan.nodes}\n" if plan.nodes > 1 else ""
+    if plan.nats_url is None:
+        directory = f'directory = "{RUN_NAME}"  # the first run; `--run-dir` names another'
+        cluster = provenance = ""
+    else:
+        directory = "# directory: each node's own, on its own disk; `--run-dir` names it"
+        # Enforced, as each node knows the answers of all: it finds a block that no node gave.
+        provenance = 'provenance = "enforce"\n'
+        cluster = f"""\
+# One run over all nodes: every quota in this file is the run's, and nodes lease from it in blocks.
+# Another run needs another run_id, as it needs another directory.
+[cluster]
+{tomli_w.dumps({"nats_url": plan.nats_url}).rstrip()}  # may hold a password: this file is 0600
+run_id = "{plan.run_id}"  # or {env_name("cluster.run_id")}
+lease_block = {sizes.lease_block}
+# node: each node's own name. Set {NODE_VARIABLE} where the node is started.
+
+"""
+    return f"""\
+# Written by `smartsearch-sidecar init`. Every key: config/README.md of the sidecar.
+#
+{sums}
+
+profile = "training"
+
+[run]
+{directory}
+{nodes}
+[server]
+port = {port}
+execute_capability_file = "{EXECUTE_NAME}"
+internal_capability_file = "{INTERNAL_NAME}"
+
+[execute]
+max_calls = {sizes.max_calls}
+slots = {SLOTS}
+waiting_max = {sizes.waiting_max}
+
+[retrieval]
+provider = "bm25"
+
+[retrieval.bm25]
+{tomli_w.dumps({"index": str(index or "index")})}
+{cluster}[reward]
+enabled = false  # true once the lines with marks below are filled in
+{provenance}{tomli_w.dumps(sizes.rewards).rstrip()}
+# checkout = "/opt/SmartSearch"  # the pinned trainer, clean, at its commit
+
+[reward.validation]
+{tomli_w.dumps(sizes.validation).rstrip()}
+
+# [reward.references]
+# train = "/data/train.parquet"
+# validation = "/data/test.parquet"
+#
+# [reward.helper]
+# kind = "sglang"
+# url = "http://127.0.0.1:30000"
+# model = "the name it is served under"
+# model_sha256 = "of its weights, as you declare them"
+"""
+
+
 def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[str]:
     """The next commands, as lines to copy."""
     config = shlex.quote(str(folder / CONFIG_NAME))
-    run = '"$RUN"' if plan.coordinated else shlex.quote(str(folder / RUN_NAME))
-    name = f"{NODE_VARIABLE}={_node(0)} " if plan.coordinated else ""
+    run = '"$RUN"' if plan.nats_url else shlex.quote(str(folder / RUN_NAME))
+    name = f"{NODE_VARIABLE}={_node(0)} " if plan.nats_url else ""
     yield ""
     yield "Now:"
     if index is not None and not index.exists():
         yield f"  smartsearch-sidecar index build CORPUS {shlex.quote(str(index))}"
     yield f"  {name}smartsearch-sidecar doctor --config {config} --ranks {plan.ranks}"
     yield f"  {name}smartsearch-sidecar rehearse --config {config} --ranks {plan.ranks}"
-    if not plan.coordinated:
+    if not plan.nats_url:
         yield f"  smartsearch-sidecar serve --config {config} --resume"
     yield from _on_every_node(config, plan)
     yield ""
@@ -215,7 +385,7 @@ def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[s
 
 def _on_every_node(config: str, plan: Plan) -> Iterator[str]:
     """The lines for a run of several nodes; no line where there is one node."""
-    if plan.coordinated:
+    if plan.nats_url:
         yield ""
         yield f"On each of the {plan.nodes} nodes, from this folder or a copy of it (modes kept),"
         yield f"with its own name ({_node(0)} to {_node(plan.nodes - 1)}), the same at each start:"

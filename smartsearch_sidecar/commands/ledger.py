@@ -7,24 +7,20 @@ use or nothing there to read.
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.commands.ledger_output import (
-    replayed_json,
-    replayed_words,
-    reports,
-    verified_json,
-)
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.contract.call_syntax import TOP_N
@@ -33,10 +29,10 @@ from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.replay import Replayed
+from smartsearch_sidecar.ledger.replay import Outcome, Replayed
 from smartsearch_sidecar.ledger.replay import replay as replay_run
 from smartsearch_sidecar.ledger.show import Filter, Shown, json_line, shown
-from smartsearch_sidecar.ledger.verify import CheckpointReceipt
+from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
 from smartsearch_sidecar.ledger.verify import verify as verify_run
 
 app = typer.Typer(
@@ -51,14 +47,8 @@ STYLES = {
     Tone.RUN: "cyan",
 }
 
-RunDir = Annotated[Path, typer.Argument(help="The run's directory.", metavar="RUN")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of words.")]
-
-
-class ExportLayout(enum.StrEnum):
-    """Layouts a run can be exported in."""
-
-    REFERENCE = "reference"
+RunDir = Annotated[Path, Argument(help="The run's directory.", metavar="RUN")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of words.")]
 
 
 @contextmanager
@@ -78,17 +68,15 @@ def _no_history() -> Iterator[None]:
 def verify(
     runs: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="The run's directory; of a run of many nodes, each node's.", metavar="RUN..."
         ),
     ],
     receipt: Annotated[
-        Path | None,
-        typer.Option("--receipt", help="A checkpoint's receipt: is it of this very history?"),
+        Path | None, Option(help="A checkpoint's receipt: is it of this very history?")
     ] = None,
     documents: Annotated[
-        bool,
-        typer.Option("--documents", help="Read every passage as JSON too; slower."),
+        bool, Option("--documents", help="Read every passage as JSON too; slower.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -104,13 +92,28 @@ def verify(
             found = verify_run(run, receipt=given, documents=documents, progress=progress)
         all_found.append(found)
     missing = [] if given is None else given.missing({found.claim_sha256 for found in all_found})
+    ok = all(found.ok for found in all_found) and not missing
     if as_json:
-        typer.echo(json.dumps(verified_json(all_found, missing), indent=2, sort_keys=True))
+        # Of one directory its own report, of several one for each.
+        each = [{"directory": str(one.directory), **one.as_json()} for one in all_found]
+        value = {"ok": ok, "missing_nodes": missing, "runs": each}
+        if len(all_found) == 1 and not missing:
+            value = all_found[0].as_json()
+        typer.echo(json.dumps(value, indent=2, sort_keys=True))
     else:
         console = Console(highlight=False, soft_wrap=True)
-        for line in reports(all_found, given, missing):
-            console.print(line)
-    raise typer.Exit(0 if all(found.ok for found in all_found) and not missing else 1)
+        for found in all_found:
+            if len(all_found) > 1:
+                console.print(Text(printable(str(found.directory)), style="bold"))
+            for line in _report(found, given):
+                console.print(line)
+        if missing:
+            text = (
+                f"the receipt names {len(missing)} more: give the run directory of node "
+                + printable(", ".join(missing), 500)
+            )
+            console.print(Text("not proven: ", style="bold red").append(text, "default"))
+    raise typer.Exit(0 if ok else 1)
 
 
 def _receipt(path: Path) -> bytes:
@@ -118,6 +121,74 @@ def _receipt(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as exc:
         raise errors.USAGE(f"receipt {path} cannot be read: {exc.strerror or exc}") from None
+
+
+def _report(found: Verification, receipt: CheckpointReceipt | None) -> Iterator[Text]:
+    """A verification, line by line; everything that was read is printable."""
+    if found.problem is None:
+        yield Text("whole: ", style="green").append(_size(found), style="default")
+    else:
+        yield Text("not whole: ", style="bold red").append(
+            printable(str(found.problem), 2000), style="default"
+        )
+        yield _row("before it", _size(found))
+    state = found.state
+    if found.seq:
+        yield _row("time", f"{_clock(found.first_at)} to {_clock(found.last_at)} UTC")
+        yield _row("head", found.head)
+    yield _row("claim", found.claim_sha256 or "missing")
+    usage = state.usage()
+    yield _row(
+        "searches",
+        f"{usage['retrieval_responses']:,} answered of {usage['retrieval_attempts']:,}, "
+        f"{usage['retrieval_failed']:,} failed, {len(state.searching):,} unsettled, "
+        f"{usage['retrieval_declined']:,} queries declined",
+    )
+    cause = state.cause
+    if cause is not None:
+        yield _row("latch", printable(f"closed: {cause.cause}: {cause.detail}", 500), "red")
+    else:
+        yield _row("latch", "open")
+    yield _row("end", _ending(found))
+    if found.checkpoint is not None:
+        step, seq = found.checkpoint["step"], found.checkpoint["seq"]
+        yield _row("checkpoint", f"step {printable(str(step))}, record {seq:,}")
+    if receipt is not None:
+        if found.receipt_problem is None:
+            seq = receipt.place(found.claim_sha256).seq
+            yield _row("receipt", f"is of this history: record {seq:,}", "green")
+        else:
+            yield _row("receipt", printable(found.receipt_problem, 500), "bold red")
+    for note in found.notes:
+        yield _row("note", note, "yellow")
+
+
+def _row(name: str, text: str, style: str = "default") -> Text:
+    return Text(f"  {name:<11}", style="dim").append(text, style=style)
+
+
+def _size(found: Verification) -> str:
+    files = "segment" if found.segments == 1 else "segments"
+    return f"{found.seq:,} records, {found.segments:,} {files}, {found.bytes / 2**20:,.1f} MiB"
+
+
+def _clock(at: str | None) -> str:
+    try:
+        moment = datetime.fromisoformat(at or "")
+    except ValueError:
+        return printable(at or "unknown")
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _ending(found: Verification) -> str:
+    if found.live:
+        rest = f"; {found.torn_bytes} bytes are being written" if found.torn_bytes else ""
+        return f"the run is being served{rest}"
+    restarts = found.state.restarts
+    again = f", {restarts} restarts" if restarts else ""
+    if found.state.closed_cleanly:
+        return f"in order (run.closed){again}"
+    return f"without run.closed: the process was killed or its machine stopped{again}"
 
 
 # --- show -----------------------------------------------------------------------------------------
@@ -128,17 +199,15 @@ def show(
     run: RunDir,
     *,
     kind: Annotated[
-        list[str] | None,
-        typer.Option("--kind", help="A kind of record, or the part before its dot; repeatable."),
+        list[str] | None, Option(help="A kind of record, or the part before its dot; repeatable.")
     ] = None,
     number: Annotated[
-        list[int] | None,
-        typer.Option("--number", help="The number of a search (or score, or call); repeatable."),
+        list[int] | None, Option(help="The number of a search (or score, or call); repeatable.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option("--since", help="From this time on, e.g. 2026-12-02T04:13 (UTC).")
+        str | None, Option(help="From this time on, e.g. 2026-12-02T04:13 (UTC).")
     ] = None,
-    until: Annotated[str | None, typer.Option("--until", help="Before this time.")] = None,
+    until: Annotated[str | None, Option(help="Before this time.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List records, one a line; with --json as recorded, one JSON value a line."""
@@ -178,13 +247,13 @@ def _styled(row: Shown) -> Text:
 @app.command()
 def export(
     run: RunDir,
-    out: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
+    out: Annotated[Path, Argument(help="A directory that does not exist yet.")],
     layout: Annotated[
-        ExportLayout, typer.Option("--layout", help="Whose files: the reference implementation's.")
-    ] = ExportLayout.REFERENCE,
+        Literal["reference"], Option(help="Whose files: the reference implementation's.")
+    ] = "reference",
 ) -> None:
     """Write the run's searches as the reference implementation keeps them: a file for each."""
-    with _no_history(), verification(f"exporting ({layout.value})") as progress:
+    with _no_history(), verification(f"exporting ({layout})") as progress:
         written = export_reference(run, out, progress=progress)
     typer.echo(
         f"{out}: {written.requests:,} requests, {written.responses:,} responses, "
@@ -202,9 +271,7 @@ def export(
 @app.command()
 def replay(
     run: RunDir,
-    config: Annotated[
-        Path, typer.Option("--config", help="The configuration that names the provider to ask.")
-    ],
+    config: Annotated[Path, Option(help="The configuration that names the provider to ask.")],
     as_json: AsJson = False,
 ) -> None:
     """Ask every recorded search again and compare documents: exit 0 the same, 1 not.
@@ -215,11 +282,34 @@ def replay(
     with _no_history(), verification("replaying") as progress:
         result, strange = asyncio.run(_replay(run, loaded, progress))
     if as_json:
-        typer.echo(json.dumps(replayed_json(result, strange), indent=2, sort_keys=True))
+        value = {
+            "same": result.same,
+            "searches": result.searches,
+            "counts": result.counts,
+            "identity_differs": strange,
+            "first_differences": [asdict(item) for item in result.differences],
+        }
+        typer.echo(json.dumps(value, indent=2, sort_keys=True))
     else:
-        for sentence in replayed_words(result, strange):
+        for sentence in _replayed(result, strange):
             typer.echo(sentence)
     raise typer.Exit(0 if result.same else 1)
+
+
+def _replayed(result: Replayed, strange: list[str]) -> Iterator[str]:
+    if strange:
+        yield f"another provider than the claim's: {printable(', '.join(strange))} differ"
+    counts = result.counts
+    yield (
+        f"{result.searches:,} searches asked again: {counts[Outcome.EQUAL]:,} equal, "
+        f"{counts[Outcome.NEAR_TIE]:,} near ties, {counts[Outcome.REORDERED]:,} reordered, "
+        f"{counts[Outcome.DIFFERENT]:,} different, {counts[Outcome.FAILED]:,} failed"
+    )
+    for item in result.differences:
+        query = printable(item.query, 80)
+        yield f"  #{item.number} {item.outcome.value}: {printable(item.detail)}  “{query}”"
+    if result.torn:
+        yield "the journal's last line is torn and was left out"
 
 
 async def _replay(run: Path, config: Config, progress: Progress) -> tuple[Replayed, list[str]]:

@@ -56,9 +56,7 @@ def _plain(what: str) -> Callable[[int, int], None]:
     return update
 
 
-def plain_lines(
-    clock: Callable[[], float] = time.monotonic,
-) -> Callable[[Callable[[], str]], None]:
+def plain_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[Callable[[], str]], None]:
     """Prints lines on standard error: at most one every ``PLAIN_SECONDS``, the others are left out.
 
     The result is called with a function that makes the line, so that no line is made in vain.

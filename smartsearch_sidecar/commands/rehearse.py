@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client, Endpoints
@@ -52,21 +53,14 @@ _WORDS = 9  # of a passage, as long as a question
 
 def rehearse(
     *,
-    config: Annotated[Path, typer.Option("--config", help="The configuration `serve` will get.")],
-    ranks: Annotated[
-        int,
-        typer.Option("--ranks", min=1, max=64, help="Rollout ranks of this node; 8 calls each."),
-    ],
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=1, max=3600, help="How long they call.")
-    ] = 20.0,
+    config: Annotated[Path, Option(help="The configuration `serve` will get.")],
+    ranks: Annotated[int, Option(min=1, max=64, help="Rollout ranks of this node; 8 calls each.")],
+    seconds: Annotated[float, Option(min=1, max=3600, help="How long they call.")] = 20.0,
     questions: Annotated[
         Path | None,
-        typer.Option(
-            "--questions", help="Lines, JSONL or Parquet; without it the references, or the corpus."
-        ),
+        Option(help="Lines, JSONL or Parquet; without it the references, or the corpus."),
     ] = None,
-    as_json_: Annotated[bool, typer.Option("--json", help="Print JSON at the end.")] = False,
+    as_json_: Annotated[bool, Option("--json", help="Print JSON at the end.")] = False,
 ) -> None:
     """Load-test this node: N ranks of the pinned rollout against a scratch copy of the run.
 

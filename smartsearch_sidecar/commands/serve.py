@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.commands.progress import verification
@@ -19,20 +20,14 @@ if TYPE_CHECKING:
 
 
 def serve(
-    config: Annotated[
-        Path, typer.Option("--config", help="The configuration (TOML), e.g. config/training.toml.")
-    ],
+    config: Annotated[Path, Option(help="The configuration (TOML), e.g. config/training.toml.")],
     run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", help="A directory that does not exist yet: this run's ledger."),
+        Path | None, Option(help="A directory that does not exist yet: this run's ledger.")
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue the run of an existing directory, or start it."),
+        bool, Option("--resume", help="Continue the run of an existing directory, or start it.")
     ] = False,
-    port: Annotated[
-        int | None, typer.Option("--port", min=0, max=65535, help="0 takes any free port.")
-    ] = None,
+    port: Annotated[int | None, Option(min=0, max=65535, help="0 takes any free port.")] = None,
 ) -> None:
     """Serve a run. Writes endpoints.json into the run directory when ready; SIGTERM drains.
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
-from smartsearch_sidecar.commands.init_plan import Plan, rounded, sized
+from smartsearch_sidecar.commands.init import Plan, rounded, sized
 from smartsearch_sidecar.config import load
 
 FILES = ["execute.capability", "internal.capability", "sidecar.toml"]
@@ -159,13 +159,13 @@ def test_what_makes_no_run_of_nodes_is_refused(
 
 def test_blocks_are_small_beside_the_run() -> None:
     """The blocks of all nodes together are at most a twentieth of the run's searches."""
-    assert sized(plan(coordinated=True, nodes=2)).max_calls == sized(plan()).max_calls
+    assert sized(plan(nats_url="nats://n", nodes=2)).max_calls == sized(plan()).max_calls
     for nodes in (2, 7, 64):
-        sizes = sized(plan(coordinated=True, nodes=nodes, steps=1000))
+        sizes = sized(plan(nats_url="nats://n", nodes=nodes, steps=1000))
         assert 1 <= sizes.lease_block <= 256
         assert sizes.lease_block * nodes * 20 <= sizes.max_calls
-    assert sized(plan(coordinated=True, nodes=2, steps=100_000)).lease_block == 256
-    assert sized(plan(coordinated=True, nodes=512)).lease_block == 1
+    assert sized(plan(nats_url="nats://n", nodes=2, steps=100_000)).lease_block == 256
+    assert sized(plan(nats_url="nats://n", nodes=512)).lease_block == 1
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -196,13 +196,17 @@ def test_a_folder_that_cannot_be_made_is_wrong_use(tmp_path: Path) -> None:
 def test_quotas_follow_the_plan() -> None:
     """Tensor parallelism multiplies searches but not scores; nodes share the searches."""
     one = sized(plan())
-    assert (one.max_calls, one.max_scores, one.max_helper_calls) == (500, 100, 500)
-    assert one.max_output_tokens == 500 * 2048
+    assert (one.max_calls, one.rewards["max_scores"], one.rewards["max_helper_calls"]) == (
+        500,
+        100,
+        500,
+    )
+    assert one.rewards["max_output_tokens"] == 500 * 2048
     four = sized(plan(tensor_parallel=4))
-    assert (four.max_calls, four.max_scores) == (2000, 100)
+    assert (four.max_calls, four.rewards["max_scores"]) == (2000, 100)
     assert sized(plan(nodes=2)).max_calls == 250
     assert sized(plan(validation_questions=10)).max_calls == rounded((80 + 30) * 5 * 1.25)
-    assert sized(plan(validation_questions=10)).validation_scores == 38
+    assert sized(plan(validation_questions=10)).validation["max_scores"] == 38
     assert sized(plan(ranks=80)).waiting_max == 632
 
 
