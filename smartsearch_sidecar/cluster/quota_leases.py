@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
+from smartsearch_sidecar.cluster.values import canonical, read_canonical, unreadable
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
 SEARCHES: Final = "searches"

@@ -23,9 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smartsearch_sidecar.cluster.answer_digests import Backlog, decode_batch
-from smartsearch_sidecar.cluster.canonical import VALUE_BYTES_MAX
 from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership
-from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
     Leases,
@@ -35,6 +33,7 @@ from smartsearch_sidecar.cluster.quota_leases import (
     leased,
     pause,
 )
+from smartsearch_sidecar.cluster.values import VALUE_BYTES_MAX, NodeState, RunStatus
 from smartsearch_sidecar.reward.provenance import AnswerDigests
 
 TOTAL = 10**9

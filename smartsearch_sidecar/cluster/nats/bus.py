@@ -23,8 +23,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink, OnMessage, OnQuestion, OnValue
 from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
 from smartsearch_sidecar.cluster.nats.dialer import Dialer
-from smartsearch_sidecar.cluster.nats.follower import Follower
-from smartsearch_sidecar.cluster.nats.streams import Streams, api, decoded, last_message
+from smartsearch_sidecar.cluster.nats.streams import Follower, Streams, api, decoded, last_message
 from smartsearch_sidecar.config import ClusterSection
 
 PATIENCE_SECONDS: Final = 12.0
