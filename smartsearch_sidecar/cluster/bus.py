@@ -49,7 +49,7 @@ class Bus(Protocol):
     | ``connected`` | whether the servers are reached right now, as far as this node knows |
     | ``get`` | a key's value; ``None`` where it was never set |
     | ``create`` | sets a key that has no value yet; False where it has one |
-    | ``update`` | sets a key whose revision is still ``revision``; False where it is not |
+    | ``update`` | sets a key whose revision is still ``revision`` (0: no value); False where not |
     | ``put`` | sets a key, over any value it has |
     | ``watch`` | calls ``on_value`` for every key under ``prefix``, in order: first with each \
 present value, after which it returns, then with each change |

@@ -91,7 +91,7 @@ class Cell(NamedTuple):
 
 
 # Read from the top; the first row that matches decides. The order is also the order of weight: of
-# several nodes, the one whose row stands highest is named. No two of the facts' enums share a value.
+# several nodes, the one whose row stands highest is named. The facts' enums share no value.
 TABLE: Final = (
     Cell(RunStatus.FAILED, Reason.NODE_FAILED, (RunStatus.FAILED,)),
     Cell(RunStatus.FAILED, Reason.CLUSTER_UNREACHABLE, (Link.CUT,)),

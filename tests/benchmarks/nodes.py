@@ -166,7 +166,7 @@ class Searcher:
     def _leased(self) -> None:
         self._key.waits.append(self._clock.now - self._began)
         # What was used until now came out of the lease as it was.
-        left = self._lease.leased(SEARCHES) - self.used
+        left = self._lease.left(SEARCHES, 0) - self.used
         seconds = max(0.0, left - self._block / 2 + 1) / self._rate
         self._clock.after(seconds, self._ask_ahead)
 
@@ -177,7 +177,7 @@ class Searcher:
     def account(self) -> None:
         """Uses what the time since the last account allows, and notes what the lease did not."""
         wanted = (self._clock.now - self._since) * self._rate
-        used = min(wanted, self._lease.leased(SEARCHES) - self.used)
+        used = min(wanted, self._lease.left(SEARCHES, 0) - self.used)
         self.used += used
         self.starved += (wanted - used) / self._rate
         self._since = self._clock.now

@@ -23,7 +23,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
@@ -70,81 +70,81 @@ async def api(
     return answer
 
 
-async def last_message(
-    connection: NatsConnection, stream: str, subject: str
-) -> dict[str, Any] | None:
-    """The last message of a subject, which may have wildcards; asked of the stream's leader."""
-    answer = await api(
-        connection,
-        f"$JS.API.STREAM.MSG.GET.{stream}",
-        {"last_by_subj": subject},
-        expected=(NOT_FOUND,),
-    )
-    return answer.get("message")
-
-
 def decoded(message: dict[str, Any], field: str) -> bytes:
     """A message's ``data`` or ``hdrs``, its headers, as JetStream's JSON has them."""
     return base64.b64decode(message.get(field, ""))
 
 
-class Stream(NamedTuple):
-    """One stream by its names.
+class Stream:
+    """One stream, by the names that ``nats kv`` and ``nats stream`` show.
 
     Attributes:
         subjects: what is written to it.
-        sent_on_subjects: where the servers send each message on once it is kept.
+        sent_on: where the servers send each message on once it is kept.
+        config: what it is made with.
     """
 
-    name: str
-    subjects: str
-    sent_on_subjects: str
-    config: dict[str, Any]
+    def __init__(self, name: str, subjects: str, sent_on: str, **more: Any) -> None:
+        self.name, self.subjects, self.sent_on = name, subjects, sent_on
+        self.config = {
+            **more,
+            "name": name,
+            "subjects": [subjects],
+            "republish": {"src": subjects, "dest": sent_on},
+            "storage": "file",
+            "retention": "limits",
+            "discard": "new",
+            "duplicate_window": DUPLICATE_SECONDS * NANOSECONDS,
+            "deny_delete": True,
+            "deny_purge": True,
+            # For reading many at once; a single value is always asked of the leader.
+            "allow_direct": True,
+        }
 
-    def below(self, subject: str) -> str:
-        """A subject of either kind without its prefix; a key of the bucket, for the bucket."""
-        for subjects in (self.subjects, self.sent_on_subjects):
-            if subject.startswith(prefix := subjects.removesuffix(">")):
-                return subject.removeprefix(prefix)
-        return subject
+    def subject(self, key: str) -> str:
+        """The subject of a key of the bucket."""
+        return self.subjects.removesuffix(">") + key
+
+    async def message(self, connection: NatsConnection, subject: str) -> dict[str, Any] | None:
+        """The last message of a subject, which may have wildcards; asked of the stream's leader."""
+        body = {"last_by_subj": subject}
+        name = f"$JS.API.STREAM.MSG.GET.{self.name}"
+        return (await api(connection, name, body, expected=(NOT_FOUND,))).get("message")
+
+    async def last(self, connection: NatsConnection) -> int:
+        """The number of the last message, 0 before the first."""
+        message = await self.message(connection, self.subjects)
+        return int(message["seq"]) if message else 0
 
 
 class Streams:
-    """The two streams of one run, by the names that ``nats kv`` and ``nats stream`` show."""
+    """The two streams of one run."""
 
     def __init__(self, run_id: str) -> None:
-        bucket = f"smartsearch-{run_id}"
-        self.keys = _stream(
-            f"KV_{bucket}",
-            f"$KV.{bucket}.>",
-            f"smartsearch.{run_id}.sent.keys.>",
-            {"max_msgs_per_subject": 1},
+        bucket, sent = f"smartsearch-{run_id}", f"smartsearch.{run_id}.sent"
+        self.keys = Stream(
+            f"KV_{bucket}", f"$KV.{bucket}.>", f"{sent}.keys.>", max_msgs_per_subject=1
         )
-        self.answers = _stream(
-            f"{bucket}-answers",
-            f"smartsearch.{run_id}.answers",
-            f"smartsearch.{run_id}.sent.answers",
-            {},
+        self.answers = Stream(
+            f"{bucket}-answers", f"smartsearch.{run_id}.answers", f"{sent}.answers"
         )
         self._made: dict[str, str] = {}
 
-    async def make(self, connection: NatsConnection, replicas: int | None, servers: int) -> None:
+    async def make(self, connection: NatsConnection, servers: int) -> None:
         """Makes both, or finds them as another node has made them.
 
-        Raises:
-            ClusterUnreachable: the servers cannot now; they may still be coming up.
-            ClusterRefused: a stream of that name is not one of ours.
+        Raises ``ClusterUnreachable`` where the servers cannot now (they may still be coming up),
+        ``ClusterRefused`` where a stream of that name is not one of ours.
         """
         for stream in (self.keys, self.answers):
-            self._made[stream.name] = await _make(connection, stream, replicas, servers)
+            self._made[stream.name] = await _make(connection, stream, servers)
 
     async def prove(self, connection: NatsConnection) -> None:
         """Checks that both are the streams this node began with, and that they can be written.
 
-        Raises:
-            ClusterUnreachable: no proof. Only a write proves it: a server without a quorum still
-                answers reads.
-            ClusterRefused: they were made anew, so what the nodes had agreed on is gone.
+        Raises ``ClusterUnreachable`` without proof, and only a write proves it: a server without a
+        quorum still answers reads. Raises ``ClusterRefused`` where they were made anew, so what the
+        nodes had agreed on is gone.
         """
         for name, made in self._made.items():
             info = await api(connection, f"$JS.API.STREAM.INFO.{name}", b"")
@@ -154,34 +154,10 @@ class Streams:
                     "had agreed on is gone, and the run cannot go on"
                 )
         headers = {"Nats-Msg-Id": secrets.token_hex(16)}
-        await api(connection, self.key("link"), b"", headers=headers)
-
-    def key(self, key: str) -> str:
-        """The subject of a key."""
-        return self.keys.subjects.removesuffix(">") + key
+        await api(connection, self.keys.subject("link"), b"", headers=headers)
 
 
-def _stream(name: str, subjects: str, sent_on_subjects: str, more: dict[str, Any]) -> Stream:
-    config = {
-        **more,
-        "name": name,
-        "subjects": [subjects],
-        "republish": {"src": subjects, "dest": sent_on_subjects},
-        "storage": "file",
-        "retention": "limits",
-        "discard": "new",
-        "duplicate_window": DUPLICATE_SECONDS * NANOSECONDS,
-        "deny_delete": True,
-        "deny_purge": True,
-        # For reading many at once; a single value is always asked of the leader.
-        "allow_direct": True,
-    }
-    return Stream(name, subjects, sent_on_subjects, config)
-
-
-async def _make(
-    connection: NatsConnection, stream: Stream, replicas: int | None, servers: int
-) -> str:
+async def _make(connection: NatsConnection, stream: Stream, servers: int) -> str:
     """Makes one stream where there is none; returns when it was made."""
     subject = f"$JS.API.STREAM.CREATE.{stream.name}"
     expected = (OTHER_CONFIGURATION, NOT_CLUSTERED, NO_PEERS)
@@ -189,13 +165,13 @@ async def _make(
     error: dict[str, Any] = {}
     # Three, unless fewer servers are known. Where one of three is only down for now, this waits for
     # it: a run kept by two would stop with the first of them that dies.
-    for count in (replicas or REPLICAS, min(servers, 2), 1):
+    for count in (REPLICAS, min(servers, 2), 1):
         body = {**stream.config, "num_replicas": count}
         answer = await api(connection, subject, body, expected=expected)
         error = answer.get("error", {})
         alone = error.get("err_code") == NOT_CLUSTERED
         few = error.get("err_code") == NO_PEERS and servers < REPLICAS
-        if replicas or not (alone or few):
+        if not (alone or few):
             break
     if error and error["err_code"] != OTHER_CONFIGURATION:
         raise errors.CLUSTER_UNREACHABLE(f"JetStream cannot keep the run: {error['description']}")
@@ -253,7 +229,7 @@ class Follower:
                 arrived.put_nowait(message)
 
         connection.at_end(lambda: None if arrived.full() else arrived.put_nowait(None))
-        subscription = await connection.subscribe(self._stream.sent_on_subjects, on_message)
+        subscription = await connection.subscribe(self._stream.sent_on, on_message)
         catching: asyncio.Task[None] | None = None
         try:
             await connection.settle()
@@ -273,10 +249,7 @@ class Follower:
                 except TimeoutError:
                     missed = True
                     continue
-                number = int((message.headers or {}).get("Nats-Sequence", 0)) if message else 0
-                if message is not None and number == self.last + 1:
-                    self._deliver(number, message.subject, message.data)
-                elif number > self.last:
+                if message is not None and not self._deliver(message, next_only=True):
                     missed = True
         finally:
             if catching is not None:
@@ -288,8 +261,7 @@ class Follower:
         """Delivers all that the stream's leader has by now."""
         while not connection.ended.is_set():
             try:
-                held = await last_message(connection, self._stream.name, self._stream.subjects)
-                present = held["seq"] if held else 0
+                present = await self._stream.last(connection)
                 while self.last < present:
                     # Read from any replica; one that lags behind is asked again.
                     await self._batch(connection)
@@ -318,12 +290,9 @@ class Follower:
             while True:
                 async with asyncio.timeout(REQUEST_SECONDS):
                     message = await arrived.get()
-                headers = message.headers or {}
-                if "Status" in headers:
+                if "Status" in (message.headers or {}):
                     break
-                number = int(headers.get("Nats-Sequence", 0))
-                if number > self.last:
-                    self._deliver(number, headers.get("Nats-Subject", ""), message.data)
+                self._deliver(message)
         except TimeoutError:
             raise errors.CLUSTER_UNREACHABLE("JetStream does not answer") from None
         finally:
@@ -334,9 +303,21 @@ class Follower:
     def _missing(self) -> None:
         self._dialer.note(self, self._dialer.patience)
 
-    def _deliver(self, number: int, subject: str, data: bytes) -> None:
-        self.last = number
-        self._on_stored(number, self._stream.below(subject), data)
-        # What waits holds the old event; each message is a new one.
-        self._moved.set()
-        self._moved = asyncio.Event()
+    def _deliver(self, message: Message, *, next_only: bool = False) -> bool:
+        """Delivers a message that is later than the last; ``False`` where one before it is missing.
+
+        With ``next_only`` a later message is delivered only without a gap: others are still read.
+        """
+        headers = message.headers or {}
+        number = int(headers.get("Nats-Sequence", 0))
+        if next_only and number > self.last + 1:
+            return False
+        if number > self.last:
+            self.last = number
+            prefix = self._stream.subjects.removesuffix(">")
+            key = headers.get("Nats-Subject", "").removeprefix(prefix)
+            self._on_stored(number, key, message.data)
+            # What waits holds the old event; each message is a new one.
+            self._moved.set()
+            self._moved = asyncio.Event()
+        return True
