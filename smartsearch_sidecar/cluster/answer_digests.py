@@ -7,7 +7,7 @@ order means nothing, so a batch whose publication was not confirmed is published
 
 A block of a rollout is unknown here for one of three reasons: no node of the run gave that answer;
 the node that gave it has not published it yet; or it is published and not read here yet. Only the
-first is the rollout's fault. ``live_poll.LivePoll.answers_known`` rules out the other two, in that
+first is the rollout's fault. ``node.Node.answers_known`` rules out the other two, in that
 order: it asks every node to publish what it has added (``AnswerStream.published``), then reads the
 stream to its end (``AnswerStream.read_up``). The table of what follows stands there.
 
@@ -23,22 +23,18 @@ from typing import Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
-from smartsearch_sidecar.cluster.canonical import unreadable
+from smartsearch_sidecar.cluster.values import unreadable
 
 DIGEST_BYTES: Final = 16
 BATCH_MAX: Final = 1024
 """Digests of one message: 16 KiB, far below what a server takes, and more than 20 ms bring."""
 BATCH_SECONDS: Final = 0.02
-"""How long a digest waits for others to share its message: at most 50 messages a second and node.
-"""
+"""How long a digest waits for others in its message: at most 50 messages a second and node."""
 BACKLOG_MAX: Final = 65_536
 """Digests that wait to be published: 1 MiB. A lease bounds them far below while NATS is away."""
 
 _MARK: Final = b"SSD1"
 _WHAT: Final = "a message of digests"
-
-
-# --- the message ----------------------------------------------------------------------------------
 
 
 def encode_batch(digests: Iterable[bytes]) -> bytes:
@@ -62,9 +58,6 @@ def decode_batch(data: bytes) -> list[bytes]:
     return [data[at : at + DIGEST_BYTES] for at in range(len(_MARK), len(data), DIGEST_BYTES)]
 
 
-# --- publishing -----------------------------------------------------------------------------------
-
-
 class Backlog:
     """Digests on their way out: at most one message under way, the rest waits in order.
 
@@ -78,7 +71,6 @@ class Backlog:
         self._under_way: list[bytes] = []
         self._under_way_since = 0.0
         self.published = 0
-        self.messages = 0
 
     def __len__(self) -> int:
         """Digests that the stream is not known to have."""
@@ -122,7 +114,6 @@ class Backlog:
         """The stream has the message. What waits is due by its age: it may be due at once."""
         self._require_under_way()
         self.published += len(self._under_way)
-        self.messages += 1
         self._under_way = []
 
     def failed(self) -> None:
@@ -135,9 +126,6 @@ class Backlog:
     def _require_under_way(self) -> None:
         if not self._under_way:
             raise errors.INTERNAL_ERROR("no message of digests is under way")
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 class Watermark:
@@ -155,13 +143,6 @@ class Watermark:
         self.missed += sequence - self.read - 1
         self.read = sequence
         return True
-
-    def reached(self, last: int) -> bool:
-        """Whether everything up to message ``last`` has been read."""
-        return self.read >= last
-
-
-# --- the stream -----------------------------------------------------------------------------------
 
 
 class AnswerStream:
@@ -181,18 +162,11 @@ class AnswerStream:
         self._backlog = Backlog()
         self._added = 0
         self._news = asyncio.Event()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._progress = asyncio.Event()
         self._read = Watermark()
 
-    @property
-    def waiting(self) -> int:
-        """Digests that the stream is not known to have."""
-        return len(self._backlog)
-
     def add(self, digest: bytes) -> None:
-        """An answer of this node is about to be handed over. Raises ``ClusterUnreachable`` where
-        too many wait already.
-        """
+        """An answer of this node is about to be handed over. Raises as ``Backlog.add`` does."""
         self._backlog.add(digest, asyncio.get_running_loop().time())
         self._added += 1
         self._news.set()
@@ -245,7 +219,7 @@ class AnswerStream:
         may still be an answer of the run.
         """
         last = await self._bus.last()
-        await self._until(lambda: self._read.reached(last))
+        await self._until(lambda: self._read.read >= last)
         if self._read.missed:
             raise errors.CLUSTER_UNREADABLE(
                 f"{self._read.missed} messages of answers never came: the stream was cut"
@@ -253,14 +227,9 @@ class AnswerStream:
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
+            await self._progress.wait()
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        # What waits holds the old event; it looks once more, and waits for the next one.
+        self._progress.set()
+        self._progress = asyncio.Event()

@@ -43,71 +43,43 @@ class Bus(Protocol):
 
     Every call raises ``ClusterUnreachable`` where the servers do not answer in time. No call is
     retried internally where a retry could change a value twice.
+
+    | | |
+    |---|---|
+    | ``connected`` | whether the servers are reached right now, as far as this node knows |
+    | ``get`` | a key's value; ``None`` where it was never set |
+    | ``create`` | sets a key that has no value yet; False where it has one |
+    | ``update`` | sets a key whose revision is still ``revision`` (0: no value); False where not |
+    | ``put`` | sets a key, over any value it has |
+    | ``watch`` | calls ``on_value`` for every key under ``prefix``, in order: first with each \
+present value, after which it returns, then with each change |
+    | ``publish`` | appends to the run's stream; returns the message's number once it is kept |
+    | ``read`` | calls ``on_message`` for every message from the first on; returns at once |
+    | ``last`` | the number of the stream's last message, 0 before the first |
+    | ``ask`` | asks every node; returns the answers that came, at ``answers`` of them or after \
+``seconds`` |
+    | ``answer`` | answers questions from now on |
+
+    ``watch``, ``read`` and ``answer`` go on over reconnects until ``close``, which ends everything
+    and is safe to call twice and while disconnected.
     """
 
     @property
-    def connected(self) -> bool:
-        """Whether the servers are reached right now, as far as this node knows."""
-        ...
-
-    async def get(self, key: str) -> Entry | None:
-        """The key's value, or None where it was never set."""
-        ...
-
-    async def create(self, key: str, value: bytes) -> bool:
-        """Sets a key that has no value yet; False where it has one."""
-        ...
-
-    async def update(self, key: str, value: bytes, revision: int) -> bool:
-        """Sets a key whose revision is still ``revision``; False where it is not."""
-        ...
-
-    async def put(self, key: str, value: bytes) -> None:
-        """Sets a key, over any value it has."""
-        ...
-
-    async def watch(self, prefix: str, on_value: OnValue) -> None:
-        """Calls ``on_value`` for every key under ``prefix``: first the present values, then each
-        change, in order.
-
-        Returns once the present values were delivered; goes on until ``close``, over reconnects.
-        """
-        ...
-
-    async def publish(self, data: bytes) -> int:
-        """Appends to the run's stream; returns the message's sequence number once it is kept."""
-        ...
-
-    async def read(self, on_message: OnMessage) -> None:
-        """Calls ``on_message`` for every message of the stream from the first on; goes on over
-        reconnects.
-
-        Returns at once; ``last`` says how far there is to read.
-        """
-        ...
-
-    async def last(self) -> int:
-        """The sequence number of the stream's last message, 0 where there is none."""
-        ...
-
-    async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
-        """Asks every node; returns the answers that came, at ``answers`` of them or after
-        ``seconds``.
-        """
-        ...
-
-    async def answer(self, on_question: OnQuestion) -> None:
-        """Answers questions from now on, until ``close``."""
-        ...
-
-    async def close(self) -> None:
-        """Ends everything; safe to call twice and while disconnected."""
-        ...
+    def connected(self) -> bool: ...
+    async def get(self, key: str) -> Entry | None: ...
+    async def create(self, key: str, value: bytes) -> bool: ...
+    async def update(self, key: str, value: bytes, revision: int) -> bool: ...
+    async def put(self, key: str, value: bytes) -> None: ...
+    async def watch(self, prefix: str, on_value: OnValue) -> None: ...
+    async def publish(self, data: bytes) -> int: ...
+    async def read(self, on_message: OnMessage) -> None: ...
+    async def last(self) -> int: ...
+    async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]: ...
+    async def answer(self, on_question: OnQuestion) -> None: ...
+    async def close(self) -> None: ...
 
 
 class Connect(Protocol):
-    """Makes a node's ``Bus``: ``cluster.nats.bus.connect``, or what a test has in its place."""
+    """Makes a node's ``Bus``: ``cluster.nats.bus.connect``, or a test's own."""
 
-    async def __call__(
-        self, cluster: ClusterSection, run_id: str, *, on_link: OnLink, replicas: int | None = None
-    ) -> Bus: ...
+    async def __call__(self, cluster: ClusterSection, run_id: str, *, on_link: OnLink) -> Bus: ...

@@ -20,9 +20,8 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Bus
-from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
-from smartsearch_sidecar.cluster.node_state import Registration
 from smartsearch_sidecar.cluster.quota_leases import Amounts
+from smartsearch_sidecar.cluster.values import canonical, read_canonical, read_object, unreadable
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.run.json_values import differences, flat
 
@@ -56,11 +55,6 @@ _SHOWN_MAX: Final = 6
 """Differences of which both sides are shown; where there are more, each is only named."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
 _TEXT_MAX: Final = 40
-_ABSENT: Final = "nothing"
-_WHAT: Final = "what the run's first node is"
-
-
-# --- the three steps over the bus -----------------------------------------------------------------
 
 
 async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
@@ -70,21 +64,26 @@ async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
     entry = await bus.get(AGREEMENT)
     if entry is None:
         raise errors.CLUSTER_UNREACHABLE("what the run's nodes agreed on has gone")
-    require_agreement(node, ours, decode_identities(entry.value))
+    if why := sentence(node, ours, decode_identities(entry.value)):
+        raise errors.CLUSTER_REFUSED(why)
 
 
 async def register(bus: Bus, node: str, instance: str) -> None:
     """Takes the name for this run directory. Raises ``ClusterRefused`` where another has it."""
-    key, value = f"{REGISTERED}.{node}", Registration(instance)
-    while not await bus.create(key, value.encode()):
+    key, value = f"{REGISTERED}.{node}", encode_registration(instance)
+    while not await bus.create(key, value):
         entry = await bus.get(key)
         if entry is None:
             continue
-        registered = Registration.decode(entry.value)
-        if registered.instance != WITHDRAWN:
-            registered.require(node, instance)
+        registered = decode_registration(entry.value)
+        if registered == instance:
             return
-        if await bus.update(key, value.encode(), entry.revision):
+        if registered != WITHDRAWN:
+            raise errors.CLUSTER_REFUSED(
+                f"another run directory has joined this run as node {node}: give each node a "
+                "cluster.node of its own, or resume that directory"
+            )
+        if await bus.update(key, value, entry.revision):
             return
 
 
@@ -92,11 +91,22 @@ async def withdraw(bus: Bus, node: str, instance: str) -> None:
     """Frees the name of a run that was not begun after all."""
     key = f"{REGISTERED}.{node}"
     entry = await bus.get(key)
-    if entry is not None and Registration.decode(entry.value).instance == instance:
-        await bus.update(key, Registration(WITHDRAWN).encode(), entry.revision)
+    if entry is not None and decode_registration(entry.value) == instance:
+        await bus.update(key, encode_registration(WITHDRAWN), entry.revision)
 
 
-# --- identities -----------------------------------------------------------------------------------
+def encode_registration(instance: str) -> bytes:
+    """The value of the key ``node.NAME``: which run directory the name belongs to."""
+    return canonical({"instance": instance})
+
+
+def decode_registration(data: bytes) -> str:
+    """Its instance. Raises ``ClusterUnreadable``."""
+    what = "a node's registration"
+    instance = read_object(data, what, {"instance"})["instance"]
+    if type(instance) is not str:
+        raise unreadable(what, "its instance is not text")
+    return instance
 
 
 def identities(
@@ -104,19 +114,16 @@ def identities(
 ) -> dict[str, Any]:
     """What must be the same on every node: no secret, no reference answer, no path.
 
-    Args:
-        facts: the identities that the claim names.
-        versions: of the packages this process runs on.
-        totals: the run's quotas.
+    ``facts`` are the identities that the claim names, ``versions`` those of the packages this
+    process runs on, ``totals`` the run's quotas.
     """
     execute = config.server.execute_capability
     cluster = config.cluster
     if execute is None or cluster is None:
         raise errors.INTERNAL_ERROR("a node without [cluster] or capability joins no run")
-    digest = capability_digest(cluster.run_id, execute.get_secret_value())
     return {
         **_whole(dict(facts)),
-        "execute_capability": digest,
+        "execute_capability": capability_digest(cluster.run_id, execute.get_secret_value()),
         "quotas": dict(totals),
         "versions": dict(versions),
         "config": _whole(_shared(config.public())),
@@ -141,9 +148,10 @@ def encode_identities(identities: Mapping[str, Any]) -> bytes:
 
 def decode_identities(data: bytes) -> dict[str, Any]:
     """Reads it. Raises ``ClusterUnreadable``."""
-    value = read_canonical(data, _WHAT)
+    what = "what the run's first node is"
+    value = read_canonical(data, what)
     if type(value) is not dict:
-        raise unreadable(_WHAT, "it is not an object")
+        raise unreadable(what, "it is not an object")
     return value
 
 
@@ -167,9 +175,6 @@ def _whole(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value
 
 
-# --- comparing two nodes --------------------------------------------------------------------------
-
-
 def sentence(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """Why ``node`` cannot join, or ``None`` where nothing differs. Digests are shortened."""
     names = differences(ours, theirs)
@@ -188,16 +193,9 @@ def sentence(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> s
     )
 
 
-def require_agreement(node: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raises ``ClusterRefused`` with that sentence."""
-    why = sentence(node, ours, theirs)
-    if why is not None:
-        raise errors.CLUSTER_REFUSED(why)
-
-
 def _shown(side: Mapping[str, Any], name: str) -> str:
     if name not in side:
-        return _ABSENT
+        return "nothing"
     value = side[name]
     if isinstance(value, str):
         if _DIGEST.fullmatch(value):

@@ -33,10 +33,10 @@ import enum
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
+from smartsearch_sidecar.cluster.values import NodeState, RunStatus
 
 HEARTBEATS: Final = 5
 """States a node publishes in ``lost_seconds``: four may be lost on the way."""
@@ -45,9 +45,6 @@ QUIET_SHARE: Final = 0.5
 GRACE: Final = 3
 """Times ``lost_seconds``: the longest silence that is excused by not having listened. Two are
 needed: a connection may be away for almost one, and a node has one to come back after that."""
-
-
-# --- the facts ------------------------------------------------------------------------------------
 
 
 class Link(enum.StrEnum):
@@ -85,80 +82,44 @@ class Reason(enum.StrEnum):
     NODE_PENDING = "node_pending"
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What three facts come to."""
+class Cell(NamedTuple):
+    """A row of the table: what the run is, and the facts of which one is enough to make it so."""
 
     status: RunStatus
     reason: Reason | None
+    facts: Collection[Link | Liveness | RunStatus]
 
 
-@dataclass(frozen=True, slots=True)
-class _CellRule:
-    """Facts that match (``None``: any), and what they come to."""
-
-    cell: Cell
-    link: Link | None = None
-    liveness: Collection[Liveness] | None = None
-    status: RunStatus | None = None
-
-    def matches(self, link: Link, liveness: Liveness, status: RunStatus) -> bool:
-        return (
-            self.link in (None, link)
-            and (self.liveness is None or liveness in self.liveness)
-            and self.status in (None, status)
-        )
-
-
-# Read from the top; the first rule that matches decides, and the last one matches everything. The
-# order is also the order of weight: of several nodes, the one whose rule stands highest is named.
-_TABLE: Final = (
-    _CellRule(Cell(RunStatus.FAILED, Reason.NODE_FAILED), status=RunStatus.FAILED),
-    _CellRule(Cell(RunStatus.FAILED, Reason.CLUSTER_UNREACHABLE), link=Link.CUT),
-    _CellRule(Cell(RunStatus.PENDING, Reason.CLUSTER_UNREACHABLE), link=Link.DOWN),
-    _CellRule(Cell(RunStatus.FAILED, Reason.NODE_LOST), liveness=(Liveness.LOST, Liveness.NEVER)),
-    _CellRule(Cell(RunStatus.PENDING, Reason.NODE_ABSENT), liveness=(Liveness.AWAITED,)),
-    _CellRule(
-        Cell(RunStatus.PENDING, Reason.NODE_QUIET),
-        liveness=(Liveness.QUIET, Liveness.UNANSWERED),
-    ),
-    _CellRule(Cell(RunStatus.PENDING, Reason.NODE_PENDING), status=RunStatus.PENDING),
-    _CellRule(Cell(RunStatus.HEALTHY, None)),
+# Read from the top; the first row that matches decides. The order is also the order of weight: of
+# several nodes, the one whose row stands highest is named. The facts' enums share no value.
+TABLE: Final = (
+    Cell(RunStatus.FAILED, Reason.NODE_FAILED, (RunStatus.FAILED,)),
+    Cell(RunStatus.FAILED, Reason.CLUSTER_UNREACHABLE, (Link.CUT,)),
+    Cell(RunStatus.PENDING, Reason.CLUSTER_UNREACHABLE, (Link.DOWN,)),
+    Cell(RunStatus.FAILED, Reason.NODE_LOST, (Liveness.LOST, Liveness.NEVER)),
+    Cell(RunStatus.PENDING, Reason.NODE_ABSENT, (Liveness.AWAITED,)),
+    Cell(RunStatus.PENDING, Reason.NODE_QUIET, (Liveness.QUIET, Liveness.UNANSWERED)),
+    Cell(RunStatus.PENDING, Reason.NODE_PENDING, (RunStatus.PENDING,)),
+    Cell(RunStatus.HEALTHY, None, (RunStatus.HEALTHY,)),
 )
-
-_HEALTHY: Final = len(_TABLE) - 1
+_HEALTHY: Final = len(TABLE) - 1
 
 
 @functools.cache
-def weight_of(link: Link, liveness: Liveness, status: RunStatus) -> int:
-    """The place of the rule that decides: the lower, the more it weighs.
+def weight_of(*facts: Link | Liveness | RunStatus) -> int:
+    """The place in ``TABLE`` of the row that decides: the lower, the more it weighs.
 
-    ``status`` is ``PENDING`` for a node that has published no state yet.
+    The status among the facts is ``PENDING`` for a node that has published no state yet.
     """
-    return next(at for at, rule in enumerate(_TABLE) if rule.matches(link, liveness, status))
-
-
-def cell_at(weight: int) -> Cell:
-    """What the rule at a place comes to."""
-    return _TABLE[weight].cell
-
-
-# --- the machine ----------------------------------------------------------------------------------
+    return next(at for at, cell in enumerate(TABLE) if not set(facts).isdisjoint(cell.facts))
 
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """What the run is, for the node that asks.
+    """What the run is, for the node that asks, and why it is not healthy.
 
-    Attributes:
-        status: healthy, pending or failed.
-        reason: why it is not healthy; ``None`` where it is.
-        cause, detail: what has to close this node's latch; ``cause`` is ``None`` where nothing has
-            failed.
-        node: the node it is about, where it is about one.
+    ``cause`` and ``detail`` are what has to close this node's latch; ``cause`` is ``None`` where
+    nothing has failed. ``node`` is the one it is about, where it is about one.
     """
 
     status: RunStatus
@@ -168,8 +129,7 @@ class RunVerdict:
     node: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeRow(NamedTuple):
     """One node as the page shows it: its liveness, seconds since its last state, that state."""
 
     liveness: Liveness
@@ -202,8 +162,6 @@ class Membership:
         self._down_since: float | None = None
         self._admitted_at: float | None = None
         self._failure: RunVerdict | None = None
-
-    # --- what happens -----------------------------------------------------------------------------
 
     def on_joined(self, name: str, instance: str, now: float) -> None:
         """A registration was read. From now on states of another instance do not count."""
@@ -253,13 +211,6 @@ class Membership:
         self._keep(verdict)
         return verdict
 
-    # --- what it comes to -------------------------------------------------------------------------
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The nodes that have joined, sorted."""
-        return tuple(sorted(self._members))
-
     def verdict(self, now: float, *, answered: Collection[str] | None = None) -> RunVerdict:
         """What the run is.
 
@@ -278,17 +229,15 @@ class Membership:
         return self._verdict(*min(found), now)
 
     def rows(self, now: float, *, answered: Collection[str] | None = None) -> dict[str, NodeRow]:
-        """Every node that has joined, by name."""
+        """Every node that has joined, by name, sorted."""
         return {
             name: NodeRow(
                 self._facts(name, now, answered)[0],
-                0.0 if name == self._own else max(0.0, now - self._members[name].received_at),
-                self._members[name].state,
+                0.0 if name == self._own else max(0.0, now - member.received_at),
+                member.state,
             )
-            for name in self.names
+            for name, member in sorted(self._members.items())
         }
-
-    # --- inside -----------------------------------------------------------------------------------
 
     def _event(self, now: float) -> None:
         self._awake_since = self._awake(now)
@@ -350,24 +299,24 @@ class Membership:
             self._failure = verdict
 
     def _verdict(self, weight: int, name: str, liveness: Liveness, now: float) -> RunVerdict:
-        cell = cell_at(weight)
-        if cell.reason is None:
-            return RunVerdict(cell.status)
+        status, reason, _ = TABLE[weight]
+        if reason is None:
+            return RunVerdict(status)
         cause: str | None = errors.NODE_LOST.closes_as
-        if cell.reason is Reason.CLUSTER_UNREACHABLE:
+        if reason is Reason.CLUSTER_UNREACHABLE:
             name, detail = "", f"node {self._own} does not reach the NATS servers"
             cause = errors.CLUSTER_UNREACHABLE.closes_as
         else:
             detail = self._about(name, liveness, now)
-        if cell.reason is Reason.NODE_FAILED and (state := self._members[name].state) is not None:
+        if reason is Reason.NODE_FAILED and (state := self._members[name].state) is not None:
             cause = state.cause
-        failed = cell.status is RunStatus.FAILED
-        return RunVerdict(cell.status, cell.reason, cause if failed else None, detail, name or None)
+        failed = status is RunStatus.FAILED
+        return RunVerdict(status, reason, cause if failed else None, detail, name or None)
 
     def _about(self, name: str, liveness: Liveness, now: float) -> str:
         """A sentence about the node that keeps the run from being healthy; "": absent nodes."""
         if not name:
-            joined = ", ".join(self.names) or "none yet"
+            joined = ", ".join(sorted(self._members)) or "none yet"
             missing = self._nodes - len(self._members)
             never = "have never joined" if liveness is Liveness.NEVER else "have not joined yet"
             return f"{missing} of the run's {self._nodes} nodes {never} (joined: {joined})"
@@ -383,7 +332,6 @@ class Membership:
 
 
 def _is_news(member: _Member, state: NodeState) -> bool:
-    if state.instance != member.instance:
-        return False
     last = member.state
-    return last is None or (state.restarts, state.beat) > (last.restarts, last.beat)
+    later = last is None or (state.restarts, state.beat) > (last.restarts, last.beat)
+    return later and state.instance == member.instance

@@ -1,32 +1,44 @@
-"""One node of a run: it publishes its state, receives the others', and acts on what follows.
+"""One node of a run: it publishes its state, receives and asks for the others', and acts on both.
 
 The rules are in ``membership.py``, ``quota_leases.py`` and ``answer_digests.py``; the Protocol of
 the servers is in ``bus.py``. Here both meet the run: a failure on another node closes this node's
 latch, and a failure of its own is published. The daemon joins before it claims, begins before it
 serves, and leaves after its last record.
+
+The state that a node published last is as old as a heartbeat. A checkpoint is accepted on states
+that were given for it (``verdict``), each after that node's own work had settled.
+
+Apart from ``gate/cluster.py``, its one user, which knows services and ledger: this needs neither.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.answer_digests import AnswerStream
-from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus, Connect, OnQuestion
-from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
-from smartsearch_sidecar.cluster.join import REGISTERED, WITHDRAWN, agree, register, withdraw
-from smartsearch_sidecar.cluster.local_run import LocalRun
-from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, RunVerdict
-from smartsearch_sidecar.cluster.node_state import NodeState, Registration
-from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
+from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus, Connect
+from smartsearch_sidecar.cluster.join import (
+    REGISTERED,
+    WITHDRAWN,
+    agree,
+    decode_registration,
+    register,
+    withdraw,
+)
+from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, NodeRow, RunVerdict
+from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser, used_of
 from smartsearch_sidecar.cluster.quota_leases import Amounts
+from smartsearch_sidecar.cluster.values import NodeState, RunStatus, canonical, read_canonical
 from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.record import Cause
+from smartsearch_sidecar.run.state import RunState
 
 LATCH: Final = "latch"
 STATE: Final = "state"
@@ -40,6 +52,35 @@ itself as cut off. Longer than servers need for a new leader, and early enough t
 silence is not held against them.
 """
 END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
+ANSWER_SECONDS: Final = 3.0  # beyond the settling: a question, an identity, an answer
+ASK_AGAIN_SECONDS: Final = 0.05
+PATIENCE_SECONDS: Final = 5.0
+"""How long publishing and reading the digests may take; they take milliseconds as a rule."""
+
+Rows = Mapping[str, NodeRow]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """The run of this process, as its node uses it.
+
+    Attributes:
+        state: the fold of its records.
+        busy: whether anything is in flight.
+        journal: sequence number and sum of the last record.
+        settle: waits up to so many seconds for work in flight, then checks the provider's identity.
+        close: closes the latch with a cause and its ``detail``.
+        latched: set once the latch is closed.
+        latch_durable: returns once the closed latch is on disk.
+    """
+
+    state: RunState
+    busy: Callable[[], bool]
+    journal: Callable[[], tuple[int, str]]
+    settle: Callable[[float], Awaitable[object]]
+    close: Callable[..., None]
+    latched: asyncio.Event
+    latch_durable: Callable[[], Awaitable[None]]
 
 
 class Node:
@@ -47,21 +88,22 @@ class Node:
 
     def __init__(self, cluster: ClusterSection, nodes: int) -> None:
         """``nodes`` is how many the run has (``run.nodes``)."""
-        self.cluster = cluster
         self.name = cluster.node
         self.bus: Bus
         self.leaser: QuotaLeaser
         self.answers: AnswerStream | None = None
+        self.claims: dict[str, str] = {}
+        self.membership = Membership(self.name, nodes, cluster.lost_seconds, self.now())
+        self._cluster = cluster
         self._nodes = nodes
         self._beat_seconds = cluster.lost_seconds / HEARTBEATS
-        self.membership = Membership(self.name, nodes, cluster.lost_seconds, self.now())
         self._local: LocalRun | None = None
-        self.instance = ""
+        self._instance = ""
+        self._fresh = False
         self._beat = 0
         self._ended = False
         self._confirmed_at = self.now()
         self._publish_now = asyncio.Event()
-        self.claims: dict[str, str] = {}
         self._failure: Cause | None = None  # what failed before there was a latch to close
         self._tasks: list[asyncio.Task[None]] = []
         self._latch_task: asyncio.Task[None] | None = None
@@ -72,13 +114,13 @@ class Node:
 
     async def connect(self, connect: Connect, totals: Amounts) -> None:
         """Reaches the servers. ``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
-        self.bus = await connect(self.cluster, self.cluster.run_id, on_link=self._on_link)
+        self.bus = await connect(self._cluster, self._cluster.run_id, on_link=self._on_link)
         self.leaser = QuotaLeaser(
             self.bus,
             self.name,
             totals=totals,
             members=self._nodes,
-            lease_block=self.cluster.lease_block,
+            lease_block=self._cluster.lease_block,
         )
 
     async def follow_answers(self, on_digest: Callable[[bytes], None]) -> AnswerStream:
@@ -90,17 +132,22 @@ class Node:
         self.answers = stream
         return stream
 
-    async def join(self, ours: Mapping[str, Any], instance: str, claim_sha256: str) -> None:
-        """Takes this node's place. Raises ``ClusterRefused`` where it may not have it."""
+    async def join(
+        self, ours: Mapping[str, Any], instance: str, claim_sha256: str, *, fresh: bool
+    ) -> None:
+        """Takes this node's place; ``fresh`` where its run begins rather than goes on.
+
+        Raises ``ClusterRefused`` where it may not have it.
+        """
         await agree(self.bus, self.name, ours)
         await self.leaser.join()
         await register(self.bus, self.name, instance)
-        self.instance = instance
+        self._instance, self._fresh = instance, fresh
         await self.bus.put(f"{CLAIM}.{self.name}", claim_sha256.encode())
         for prefix in (REGISTERED, CLAIM, STATE, LATCH):
             await self.bus.watch(prefix, self._on_value)
 
-    async def begin(self, local: LocalRun, on_question: OnQuestion) -> None:
+    async def begin(self, local: LocalRun) -> None:
         """The run is claimed: from now on this node publishes its state, and its latch closes with
         the run's.
 
@@ -110,11 +157,11 @@ class Node:
         self._confirmed_at = self.now()
         self.leaser.serve(local.state)
         if self._failure is not None:
-            local.close(self._failure.cause, self._failure.detail)
+            local.close(self._failure.cause, detail=self._failure.detail)
         if local.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # closed all the same, and known
                 await local.latch_durable()
-        self._start("answers questions", retry_forever(lambda: self.bus.answer(on_question)))
+        self._start("answers questions", retry_forever(lambda: self.bus.answer(self._answer)))
         self._start("publishes its state", self._publish_states())
         self._start("looks at the clock", self._watch_clock())
         self._lease_task = self._start("leases", self.leaser.run())
@@ -136,19 +183,40 @@ class Node:
         """Without one of its tasks this node misses what others publish, or publishes nothing
         itself: the run is over.
         """
-        if task.cancelled() or task.exception() is None:
+        if task.cancelled() or (exc := task.exception()) is None:
             return
-        exc = task.exception()
-        named = exc if isinstance(exc, errors.SidecarError) else None
         self._log.error("the node's own work broke", task=task.get_name(), exc_info=exc)
+        named = exc if isinstance(exc, errors.SidecarError) else None
         self._fail(named or errors.INTERNAL_ERROR(f"{task.get_name()}: {type(exc).__name__}"))
 
     # --- publishing -------------------------------------------------------------------------------
 
-    def state(self) -> NodeState:
+    def _state(self) -> NodeState:
         """What this node says about itself now. Each call has a number of its own."""
         self._beat += 1
-        return self.local.status(instance=self.instance, beat=self._beat, ended=self._ended)
+        run, (seq, head) = self.local.state, self.local.journal()
+        status = RunStatus.PENDING if self.local.busy() else RunStatus.HEALTHY
+        if run.closed:
+            status = RunStatus.FAILED
+        counts = {
+            "answered": run.responses,
+            "failed": run.failed,
+            "declined": run.declined,
+            "lost": run.lost,
+            **used_of(run),
+        }
+        return NodeState(
+            instance=self._instance,
+            restarts=run.restarts,
+            beat=self._beat,
+            status=status,
+            ended=self._ended and status is not RunStatus.PENDING,
+            admitted=run.attempts > 0,
+            counts=counts,
+            seq=seq,
+            head=head,
+            cause=None if run.cause is None else run.cause.cause,
+        )
 
     async def _publish_states(self) -> None:
         """At each heartbeat, and at once where something has changed."""
@@ -162,7 +230,7 @@ class Node:
 
     async def _publish_state(self) -> None:
         """A state that the servers confirmed is how this node knows that the others can read it."""
-        state = self.state()
+        state = self._state()
         try:
             await self.bus.put(f"{STATE}.{self.name}", state.encode())
         except errors.ClusterUnreachable:
@@ -173,18 +241,14 @@ class Node:
             self.membership.on_connected(self.now())
         self.membership.on_state(self.name, state, self.now())
 
-    def note_own_state(self) -> None:
-        """Enters this node's own state, as of now, among the members."""
-        self.membership.on_state(self.name, self.state(), self.now())
-
     async def _watch_clock(self) -> None:
         while True:
             await asyncio.sleep(self._beat_seconds / TICKS)
             if not self.bus.connected:
                 self.membership.on_disconnected(self.now())
-            elif self.now() - self._confirmed_at > UNCONFIRMED_SHARE * self.cluster.lost_seconds:
+            elif self.now() - self._confirmed_at > UNCONFIRMED_SHARE * self._cluster.lost_seconds:
                 self.membership.on_disconnected(self._confirmed_at)
-            self.close_by(self.membership.on_tick(self.now()))
+            self._close_by(self.membership.on_tick(self.now()))
 
     async def _publish_latch(self) -> None:
         """The first node whose latch closes sets the run's; the key is created only once."""
@@ -213,11 +277,12 @@ class Node:
         prefix, _, name = key.partition(".")
         try:
             if prefix == LATCH:
-                self._on_latch(value)
+                latch = read_canonical(value, "the run's latch")
+                self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
             elif prefix == CLAIM:
                 self.claims[name] = value.decode("ascii", "replace")
             elif prefix == REGISTERED:
-                instance = Registration.decode(value).instance
+                instance = decode_registration(value)
                 if instance != WITHDRAWN:
                     self.membership.on_joined(name, instance, self.now())
             elif name != self.name:
@@ -225,15 +290,10 @@ class Node:
         except errors.SidecarError as exc:
             self._fail(exc)
 
-    def _on_latch(self, value: bytes) -> None:
-        latch = read_canonical(value, "the run's latch")
-        self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
-
     def _fail(self, exc: errors.SidecarError) -> None:
         self._close(exc.cause or errors.INTERNAL_ERROR.closes_as, exc.message)
 
-    def close_by(self, verdict: RunVerdict) -> None:
-        """Closes this node's latch where the verdict names a cause."""
+    def _close_by(self, verdict: RunVerdict) -> None:
         if verdict.cause is not None:
             self._close(verdict.cause, verdict.detail)
 
@@ -241,12 +301,113 @@ class Node:
         if self._local is None:
             self._failure = self._failure or Cause(cause, None, False, detail)
         elif not self._ended:
-            self._local.close(cause, detail)
+            self._local.close(cause, detail=detail)
+
+    # --- asking all nodes live --------------------------------------------------------------------
+
+    async def verdict(self, settle_seconds: float) -> tuple[RunVerdict, Rows]:
+        """What the run is, asked of every node now; waits up to ``settle_seconds`` for healthy.
+
+        What it returns holds in the very step of the loop in which it returns.
+        """
+        end = self.now() + settle_seconds
+        while True:
+            if self.local.state.closed:
+                return self.present()  # no node's answer would change it
+            left = max(0.0, end - self.now())
+            _, answered = await asyncio.gather(self.local.settle(left), self._ask_states(left))
+            found = self.present(answered={self.name, *answered})
+            if found[0].status is not RunStatus.PENDING or self.now() >= end:
+                self._close_by(found[0])
+                return found
+            await asyncio.sleep(min(ASK_AGAIN_SECONDS, max(0.0, end - self.now())))
+
+    def present(self, answered: Collection[str] | None = None) -> tuple[RunVerdict, Rows]:
+        """What the run is by the states received so far, without asking."""
+        now = self.now()
+        self.membership.on_state(self.name, self._state(), now)
+        rows = self.membership.rows(now, answered=answered)
+        return self.membership.verdict(now, answered=answered), rows
+
+    async def answers_known(self, deadline: float) -> None:
+        """Returns once every answer that any node had handed over by now is known here.
+
+        Called after a block was found unknown; its digest is looked up again afterwards.
+        ``deadline`` is loop time. The first row that matches decides:
+
+        | all nodes published | stream read up | messages missing | it raises, and the block is |
+        |---|---|---|---|
+        | no  | -           | -    | ``ClusterUnreachable``: nothing is proven |
+        | yes | not in time | -    | ``ClusterUnreachable``: nothing is proven |
+        | yes | yes         | some | ``ClusterUnreadable``: nothing is proven |
+        | yes | yes         | none | nothing: an answer of the run exactly where it is known now |
+        """
+        stream = self.answers
+        if stream is None:
+            raise errors.INTERNAL_ERROR("answers are looked up, and their stream is not read")
+        # One of three servers may die meanwhile: the others need seconds for a new leader, and a
+        # reward must not fail for that.
+        until = min(deadline, self.now() + max(PATIENCE_SECONDS, self._cluster.lost_seconds))
+        live = self._live()
+        answers = await self._ask({"answers": True}, len(live), until - self.now())
+        published = {read_canonical(answer, "an answer")["instance"] for answer in answers}
+        silent = sorted(name for instance, name in live.items() if instance not in published)
+        if silent:
+            raise errors.CLUSTER_UNREACHABLE(
+                f"node {', '.join(silent)} did not publish what it answered: whether a block is an "
+                "answer of this run cannot be said"
+            )
+        try:
+            async with asyncio.timeout_at(until):
+                await retry_forever(stream.read_up)
+        except TimeoutError:
+            raise errors.CLUSTER_UNREACHABLE(
+                "the answers of the other nodes could not be read up to date in time"
+            ) from None
+
+    def _live(self) -> dict[str, str]:
+        """Instances of the nodes that have joined and not ended, and their names."""
+        states = {name: row.state for name, row in self.membership.rows(self.now()).items()}
+        return {state.instance: name for name, state in states.items() if state and not state.ended}
+
+    async def _ask_states(self, settle_seconds: float) -> set[str]:
+        """Asks every node how it is; the names of those that answered."""
+        live = self._live()
+        question = {"settle_ms": round(settle_seconds * 1000)}
+        found: set[str] = set()
+        for answer in await self._ask(question, len(live), settle_seconds + ANSWER_SECONDS):
+            state = NodeState.decode(answer)
+            if (name := live.get(state.instance)) is not None:
+                found.add(name)
+                self.membership.on_state(name, state, self.now())
+        return found
+
+    async def _ask(self, question: dict[str, Any], answers: int, seconds: float) -> list[bytes]:
+        if not self.bus.connected:
+            return []
+        data = canonical({"by": self._instance, **question})
+        try:
+            found = await self.bus.ask(data, answers=answers, seconds=seconds)
+        except errors.ClusterUnreachable:
+            return []
+        return [answer for answer in found if answer]
+
+    async def _answer(self, question: bytes) -> bytes:
+        """What this node answers to a question of any node."""
+        value = read_canonical(question, "a question")
+        if value.get("answers"):
+            if self.answers is not None:
+                await self.answers.published()
+            return canonical({"instance": self._instance})
+        # The node that asks settles its own work itself, at the same time.
+        if value["by"] != self._instance:
+            await self.local.settle(value["settle_ms"] / 1000)
+        return self._state().encode()
 
     # --- leaving ----------------------------------------------------------------------------------
 
     def ending(self) -> None:
-        """From now on nothing closes this node's latch: its journal is about to end."""
+        """Before the last record: from now on nothing closes this node's latch."""
         self._ended = True
 
     async def leave(self) -> None:
@@ -255,31 +416,33 @@ class Node:
         After the run's last record. Best effort within a bound: if the others do not learn of it,
         they count this node as lost.
         """
-        try:
-            async with asyncio.timeout(END_SHARE * self.cluster.lost_seconds):
-                if self._latch_task is not None and self.local.state.closed:
-                    await self._latch_task
-                if self.answers is not None:
-                    await self.answers.published()
-                if self._lease_task is not None:  # it would lease anew what is given back
-                    self._lease_task.cancel()
-                    await asyncio.wait([self._lease_task])
-                await self.leaser.give_back()
-                await self._publish_state()
-        except (TimeoutError, errors.ClusterUnreachable, errors.ClusterUnreadable) as exc:
-            why = str(exc) or "the servers did not answer in time"
-            self._log.warning("the other nodes do not know that this one ended", reason=why)
-        await self.close()
+        await self._last(self._leave(), "the other nodes do not know that this one ended")
+
+    async def _leave(self) -> None:
+        if self._latch_task is not None and self.local.state.closed:
+            await self._latch_task
+        if self.answers is not None:
+            await self.answers.published()
+        if self._lease_task is not None:  # it would lease anew what is given back
+            self._lease_task.cancel()
+            await asyncio.wait([self._lease_task])
+        await self.leaser.give_back()
+        await self._publish_state()
 
     async def withdraw(self) -> None:
         """Gives the name back where the run was not begun after all; then closes. Best effort."""
+        if self._fresh:
+            work = withdraw(self.bus, self.name, self._instance)
+            await self._last(work, "the node's name could not be given back")
+        else:
+            await self.close()
+
+    async def _last(self, work: Awaitable[None], failed: str) -> None:
         try:
-            async with asyncio.timeout(END_SHARE * self.cluster.lost_seconds):
-                if self.instance:
-                    await withdraw(self.bus, self.name, self.instance)
+            async with asyncio.timeout(END_SHARE * self._cluster.lost_seconds):
+                await work
         except (TimeoutError, errors.ClusterUnreachable, errors.ClusterUnreadable) as exc:
-            why = str(exc) or "the servers did not answer in time"
-            self._log.warning("the node's name could not be given back", reason=why)
+            self._log.warning(failed, reason=str(exc) or "the servers did not answer in time")
         await self.close()
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from smartsearch_sidecar import errors
@@ -37,12 +37,11 @@ QUOTA: Final = "quota"
 
 def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """What the run has of each resource; ``splits`` as ``reward_state.quotas_of`` gives each."""
-    found = {SEARCHES: max_calls}
-    for split, quotas in splits.items():
-        found[resource(split, SCORES)] = quotas["max_scores"]
-        found[resource(split, HELPER_CALLS)] = quotas["max_helper_calls"]
-        found[resource(split, OUTPUT_TOKENS)] = quotas["max_output_tokens"]
-    return found
+    return {SEARCHES: max_calls} | {
+        resource(split, what): quotas[f"max_{what}"]
+        for split, quotas in splits.items()
+        for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS)
+    }
 
 
 def used_of(state: RunState) -> dict[str, int]:
@@ -78,8 +77,6 @@ class QuotaLeaser:
         self._ended = 0  # the last that came to its end
         self._away: errors.ClusterUnreachable | None = None
 
-    # --- the key ----------------------------------------------------------------------------------
-
     async def join(self) -> None:
         """Takes a place in the run. Raises ``ClusterRefused`` where all are taken,
         ``ClusterUnreachable``, ``ClusterUnreadable``.
@@ -98,7 +95,7 @@ class QuotaLeaser:
             self._begun += 1
             number = self._begun
             try:
-                await self._lease_more()
+                await self._change(self._more)
             except errors.ClusterUnreachable as exc:
                 self._away = exc
                 self._asked.set()
@@ -116,7 +113,7 @@ class QuotaLeaser:
             wake()
 
     def woken(self, wake: Callable[[], None]) -> None:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``SharedQuota``."""
         self._wakes.append(wake)
 
     async def give_back(self) -> None:
@@ -124,15 +121,12 @@ class QuotaLeaser:
         used = used_of(self._state)
         await self._change(lambda value: returned(value, self._node, used))
 
-    async def _lease_more(self) -> None:
-        def more(value: Leases) -> Leases:
-            needed: Counter[str] = Counter()
-            for need in (*self._needs.values(), *self._calls.values()):
-                needed.update(need)
-            wanted = self._lease.wanted(used_of(self._state), needed)
-            return leased(value, self._node, wanted)[0] if wanted else value
-
-        await self._change(more)
+    def _more(self, value: Leases) -> Leases:
+        needed: Counter[str] = Counter()
+        for need in (*self._needs.values(), *self._calls.values()):
+            needed.update(need)
+        wanted = self._lease.wanted(used_of(self._state), needed)
+        return leased(value, self._node, wanted)[0] if wanted else value
 
     async def _change(self, change: Callable[[Leases], Leases]) -> None:
         """Replaces the key's value by what ``change`` makes of it, and tries again where another
@@ -141,37 +135,30 @@ class QuotaLeaser:
         attempt = 0
         while True:
             entry = await self._bus.get(QUOTA)
-            if entry is None:
-                value, revision = Leases.begun(self.totals, self._members), 0
-            else:
+            value, revision = Leases.begun(self.totals, self._members), 0
+            if entry is not None:
                 value, revision = Leases.decode(entry.value), entry.revision
                 self._lease.seen(value, revision)
             new = change(value)
             if entry is not None and new == value:
                 return
-            if await self._put(new, revision):
+            # A key that is not there yet has revision 0.
+            if await self._bus.update(QUOTA, new.encode(), revision):
                 # The key's own revision is this or a later one; the next read brings it.
                 self._lease.seen(new, revision + 1)
                 return
             attempt += 1
             await asyncio.sleep(pause(attempt, random.random()))
 
-    def _put(self, value: Leases, revision: int) -> Awaitable[bool]:
-        if revision == 0:
-            return self._bus.create(QUOTA, value.encode())
-        return self._bus.update(QUOTA, value.encode(), revision)
-
-    # --- asking -----------------------------------------------------------------------------------
-
     async def room_to_search(self, deadline: float) -> None:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``SharedQuota``."""
         used = self._state.attempts
         self._ahead(SEARCHES, used)
         if not self._lease.fits(SEARCHES, used):
             await self._room(lambda: {SEARCHES: 1}, deadline)
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``SharedQuota``."""
         await self._room(
             lambda: {resource(split, SCORES): count for split, count in wanted().items()}, deadline
         )
@@ -205,7 +192,7 @@ class QuotaLeaser:
             del self._needs[waiter]
 
     def room_to_call(self, split: str, wanted: int) -> int:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``SharedQuota``."""
         meter = self._state.scores.splits[split]
         calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
         used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}

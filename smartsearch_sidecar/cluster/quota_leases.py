@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.canonical import canonical, read_canonical, unreadable
+from smartsearch_sidecar.cluster.values import canonical, read_object, unreadable
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
 SEARCHES: Final = "searches"
@@ -47,7 +47,7 @@ PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost oft
 Amounts = Mapping[str, int]
 """Resource to a number of it: searches, scores, calls or tokens."""
 
-_KEYS: Final = frozenset({"members", "resources", "totals", "nodes", "lives"})
+_KEYS: Final = ("members", "resources", "totals", "nodes", "lives")
 _WHAT: Final = "what the run's nodes have leased"
 
 
@@ -56,18 +56,12 @@ def resource(split: str, what: str) -> str:
     return f"{split}.{what}"
 
 
-# --- the shared value -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Leases:
     """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes.
 
-    Attributes:
-        members: how many nodes the run may have (``run.nodes``).
-        totals: what there is of each resource.
-        nodes: what each node has leased of each.
-        lives: how often each has begun.
+    ``members`` is how many nodes the run may have (``run.nodes``), ``totals`` what there is of each
+    resource, ``nodes`` what each node has leased of each, ``lives`` how often each has begun.
     """
 
     members: int
@@ -77,9 +71,8 @@ class Leases:
 
     def __post_init__(self) -> None:
         if type(self.members) is not int or self.members < 1 or len(self.nodes) > self.members:
-            raise errors.INTERNAL_ERROR(
-                f"{len(self.nodes)} nodes lease from a run of {self.members}"
-            )
+            count = len(self.nodes)
+            raise errors.INTERNAL_ERROR(f"{count} nodes lease from a run of {self.members}")
         rows = self.nodes.values()
         if any(row.keys() != self.totals.keys() for row in rows):
             raise errors.INTERNAL_ERROR("a node leases other resources than the run has")
@@ -116,26 +109,18 @@ class Leases:
         it is written at every lease of any node.
         """
         names = sorted(self.totals)
-        return canonical(
-            {
-                "members": self.members,
-                "resources": names,
-                "totals": [self.totals[name] for name in names],
-                "nodes": {
-                    node: [amounts[name] for name in names] for node, amounts in self.nodes.items()
-                },
-                "lives": dict(self.lives),
-            }
-        )
+        rows = {node: [row[name] for name in names] for node, row in self.nodes.items()}
+        value = {"members": self.members, "resources": names, "nodes": rows}
+        value |= {"totals": [self.totals[name] for name in names], "lives": dict(self.lives)}
+        return canonical(value)
 
     @classmethod
     def decode(cls, data: bytes) -> Leases:
         """Reads exactly what ``encode`` writes. Raises ``ClusterUnreadable`` for anything else."""
-        value = read_canonical(data, _WHAT)
-        if type(value) is not dict or value.keys() != _KEYS:
-            raise unreadable(_WHAT, "it has other keys")
+        value = read_object(data, _WHAT, _KEYS)
         names, rows, lives = value["resources"], value["nodes"], value["lives"]
-        if not _are_names(names) or type(rows) is not dict or type(lives) is not dict:
+        texts = type(names) is list and all(type(name) is str for name in names)
+        if not texts or names != sorted(set(names)) or not type(rows) is type(lives) is dict:
             raise unreadable(_WHAT, "its resources or its nodes are not named")
         try:
             return cls(
@@ -148,18 +133,10 @@ class Leases:
             raise unreadable(_WHAT, exc.message) from None
 
 
-def _are_names(names: Any) -> bool:
-    texts = type(names) is list and all(type(name) is str for name in names)
-    return texts and names == sorted(set(names))
-
-
 def _amounts(names: list[str], row: Any) -> dict[str, int]:
     if type(row) is not list or len(row) != len(names):
         raise unreadable(_WHAT, "a row has another length")
     return dict(zip(names, row, strict=True))
-
-
-# --- the three changes a node may make ------------------------------------------------------------
 
 
 def joined(value: Leases, node: str) -> Leases:
@@ -214,9 +191,6 @@ def _with(value: Leases, node: str, change: Amounts, sign: int) -> Leases:
     return Leases(value.members, value.totals, {**value.nodes, node: row}, value.lives)
 
 
-# --- how much at once, and how soon again ---------------------------------------------------------
-
-
 def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
     """How much of each resource is leased at once; every node of a run comes to the same.
 
@@ -242,18 +216,14 @@ def pause(attempt: int, draw: float) -> float:
     return most * draw
 
 
-# --- one node's view ------------------------------------------------------------------------------
-
-
 class NodeLease:
     """How much this node may use, as far as it knows: what to admit, and when to ask for more.
 
-    ``seen`` takes each value of the key that is read or written here. ``used`` always comes from
-    this node's own fold, for tokens with those reserved.
+    ``block`` is what ``blocks`` gave. ``seen`` takes each value of the key that is read or written
+    here. ``used`` always comes from this node's own fold, for tokens with those reserved.
     """
 
     def __init__(self, node: str, block: Amounts) -> None:
-        """``block`` is what ``blocks`` gave."""
         self.node = node
         self._block = dict(block)
         self._leased: dict[str, int] = dict.fromkeys(block, 0)
@@ -267,10 +237,6 @@ class NodeLease:
         self._revision = revision
         self._leased = dict(value.of(self.node))
         self._run_left = {name: value.left(name) for name in value.totals}
-
-    def leased(self, name: str) -> int:
-        """What this node has leased in all."""
-        return self._leased[name]
 
     def left(self, name: str, used: int) -> int:
         """What it may still use; below zero where a helper wrote more tokens than its cap."""

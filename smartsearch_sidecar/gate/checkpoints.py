@@ -11,7 +11,7 @@ rule of the run, not of HTTP.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
@@ -65,9 +65,8 @@ async def take_checkpoint(
     settle_seconds: float = SETTLE_SECONDS,
     cluster_run: ClusterRun | None = None,
 ) -> tuple[bool, dict[str, Any]]:
-    """Settles, checks, records and syncs.
-
-    With a ``cluster_run`` every node is asked, and the receipt names each one's journal.
+    """Settles, checks, records and syncs; with a ``cluster_run`` every node is asked, and the
+    receipt names each one's journal.
 
     Returns whether it was accepted, and the answer's body: the receipt, or the refusal with the
     run's state and first cause. Raises ``LedgerFailed`` where neither can be recorded.
@@ -81,26 +80,14 @@ async def take_checkpoint(
         status, about["cluster"], nodes = await cluster_run.verdict(service, settle_seconds)
     # Nothing is awaited between the check and the record: what was checked is what is recorded.
     if status != "healthy":
-        refused = CheckpointRefused(
-            number=state.checkpoints_refused + 1,
-            step=wanted.step,
-            path=wanted.path,
-            manifest_sha256=wanted.manifest_sha256,
-            state=status,
-        )
+        number = state.checkpoints_refused + 1
+        refused = CheckpointRefused(number=number, **asdict(wanted), state=status)
         await recorder.post_for_receipt(refused)
-        return False, {
-            "accepted": False,
-            "step": wanted.step,
-            "state": status,
-            **counts(service),
-            **about,
-        }
+        reply = {"accepted": False, "step": wanted.step, "state": status}
+        return False, {**reply, **counts(service), **about}
     accepted = CheckpointAccepted(
         number=state.checkpoints_accepted + 1,
-        step=wanted.step,
-        path=wanted.path,
-        manifest_sha256=wanted.manifest_sha256,
+        **asdict(wanted),
         occurrence=state.checkpoint_steps[wanted.step] + 1,
         usage=state.usage(),
         nodes=nodes,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 import orjson
@@ -18,10 +18,8 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.cluster.join import identities
-from smartsearch_sidecar.cluster.live_poll import LivePoll, Rows
-from smartsearch_sidecar.cluster.local_run import LocalRun
 from smartsearch_sidecar.cluster.membership import RunVerdict
-from smartsearch_sidecar.cluster.node import Node
+from smartsearch_sidecar.cluster.node import LocalRun, Node, Rows
 from smartsearch_sidecar.cluster.quota_leaser import totals_of
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import check, counts, pending, status_report
@@ -40,14 +38,13 @@ class ClusterRun:
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
         self.node = node
-        self._poll = LivePoll(node)
         self._answers: AnswerDigests | None = None
-        self._fresh = False
         self.room_to_search = node.leaser.room_to_search
         self.room_to_score = node.leaser.room_to_score
         self.room_to_call = node.leaser.room_to_call
         self.woken = node.leaser.woken
-        self.answers_known = self._poll.answers_known
+        self.answers_known = node.answers_known
+        self.ending, self.leave, self.withdraw = node.ending, node.leave, node.withdraw
 
     # --- before the run is claimed ----------------------------------------------------------------
 
@@ -99,7 +96,7 @@ class ClusterRun:
             raise _unreachable(exc) from None
         except errors.ClusterUnreadable as exc:
             raise errors.CLUSTER_REFUSED(exc.message) from None
-        while texts := await asyncio.to_thread(_some, own):
+        while texts := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
             for text in texts:
                 block = block_of(text)
                 if block not in answers:
@@ -112,11 +109,11 @@ class ClusterRun:
 
         Raises ``ClusterRefused``, with nothing of the run written.
         """
-        self._fresh = fresh
         totals = self.node.leaser.totals
         ours = identities(self._config, _shared(facts), versions(), totals)
+        run_id = orjson.loads(claim)["run_id"]
         try:
-            await self.node.join(ours, orjson.loads(claim)["run_id"], claim_digest(claim))
+            await self.node.join(ours, run_id, claim_digest(claim), fresh=fresh)
         except errors.ClusterUnreachable as exc:
             raise _unreachable(exc) from None
         except errors.ClusterUnreadable as exc:
@@ -130,20 +127,16 @@ class ClusterRun:
         Returns once a latch that was closed on another node before is closed here too.
         """
         recorder, writer = service.run.recorder, service.run.writer
-
-        def close(cause: str, detail: str) -> None:
-            recorder.close_latch(cause, detail=detail)
-
         local = LocalRun(
             state=service.run.state,
             busy=lambda: pending(service),
             journal=lambda: (writer.seq, writer.head),
             settle=lambda seconds: check(service, seconds),
-            close=close,
+            close=recorder.close_latch,
             latched=recorder.latched,
             latch_durable=recorder.latch_durable,
         )
-        await self.node.begin(local, self._poll.answer)
+        await self.node.begin(local)
 
     @property
     def on_answer(self) -> Callable[[str], None] | None:
@@ -169,14 +162,14 @@ class ClusterRun:
 
     def status(self, service: Service) -> dict[str, Any]:
         """The body of ``/status``: the same by the states received so far, without asking."""
-        verdict, rows = self._poll.present()
+        verdict, rows = self.node.present()
         report = status_report(service)
         state = "failed" if service.run.state.closed else verdict.status.value
         return {**report, "state": state, "cluster": self._view(verdict, rows)}
 
     def used(self) -> dict[str, int]:
         """What all nodes have used of each resource, by the states received so far."""
-        return _used(self._poll.present()[1])
+        return _used(self.node.present()[1])
 
     async def verdict(
         self, service: Service, settle_seconds: float
@@ -185,7 +178,7 @@ class ClusterRun:
 
         A run that is returned as healthy is so in the very step of the loop in which this returns.
         """
-        verdict, rows = await self._poll.verdict(settle_seconds)
+        verdict, rows = await self.node.verdict(settle_seconds)
         if service.run.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
                 await service.run.recorder.latch_durable()
@@ -235,33 +228,12 @@ class ClusterRun:
             "nodes": nodes,
         }
 
-    # --- at its end -------------------------------------------------------------------------------
-
-    def ending(self) -> None:
-        """Before the last record: what other nodes publish from now on is for the next start."""
-        self.node.ending()
-
-    async def leave(self) -> None:
-        """After the last record: gives back what was leased, and publishes that it has ended."""
-        await self.node.leave()
-
-    async def withdraw(self) -> None:
-        """Gives this node's place back: the run was not begun after all."""
-        if self._fresh:
-            await self.node.withdraw()
-        else:
-            await self.node.close()
-
 
 def _used(rows: Rows) -> dict[str, int]:
     used: Counter[str] = Counter()
     for row in rows.values():
         used.update({} if row.state is None else row.state.counts)
     return dict(used)
-
-
-def _some(texts: Iterator[str]) -> list[str]:
-    return list(itertools.islice(texts, REMEMBERED_AT_ONCE))
 
 
 def _shared(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,9 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smartsearch_sidecar.cluster.answer_digests import Backlog, decode_batch
-from smartsearch_sidecar.cluster.canonical import VALUE_BYTES_MAX
 from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership
-from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
 from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
     Leases,
@@ -35,6 +33,7 @@ from smartsearch_sidecar.cluster.quota_leases import (
     leased,
     pause,
 )
+from smartsearch_sidecar.cluster.values import VALUE_BYTES_MAX, NodeState, RunStatus
 from smartsearch_sidecar.reward.provenance import AnswerDigests
 
 TOTAL = 10**9
@@ -167,7 +166,7 @@ class Searcher:
     def _leased(self) -> None:
         self._key.waits.append(self._clock.now - self._began)
         # What was used until now came out of the lease as it was.
-        left = self._lease.leased(SEARCHES) - self.used
+        left = self._lease.left(SEARCHES, 0) - self.used
         seconds = max(0.0, left - self._block / 2 + 1) / self._rate
         self._clock.after(seconds, self._ask_ahead)
 
@@ -178,7 +177,7 @@ class Searcher:
     def account(self) -> None:
         """Uses what the time since the last account allows, and notes what the lease did not."""
         wanted = (self._clock.now - self._since) * self._rate
-        used = min(wanted, self._lease.leased(SEARCHES) - self.used)
+        used = min(wanted, self._lease.left(SEARCHES, 0) - self.used)
         self.used += used
         self.starved += (wanted - used) / self._rate
         self._since = self._clock.now

@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.canonical import (
+from smartsearch_sidecar.cluster.join import (
+    AGREEMENT,
+    agree,
+    capability_digest,
+    decode_identities,
+    encode_identities,
+    sentence,
+)
+from smartsearch_sidecar.cluster.values import (
     DEPTH_MAX,
     VALUE_BYTES_MAX,
     canonical,
     read_canonical,
 )
-from smartsearch_sidecar.cluster.join import (
-    capability_digest,
-    decode_identities,
-    encode_identities,
-    require_agreement,
-    sentence,
-)
 from smartsearch_sidecar.run.json_values import differences
+from tests.fakes.bus import Ground
 
 OURS: dict[str, Any] = {
     "profile": "training",
@@ -45,7 +47,6 @@ def test_equal_identities_do_not_differ() -> None:
     there = decode_identities(encode_identities(dict(reversed(OURS.items()))))
     assert differences(OURS, there) == ()
     assert sentence("n2", OURS, there) is None
-    require_agreement("n2", OURS, there)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +120,16 @@ def test_long_text_is_cut() -> None:
     assert "flag (here true, there nothing), list (here a list, there nothing)" in said
 
 
-def test_a_node_that_differs_is_refused() -> None:
-    """The refusal is misuse: it ends a command with exit 2."""
+async def test_a_node_that_differs_is_refused() -> None:
+    """The refusal is misuse: it ends a command with exit 2. What was agreed on stays."""
+    ground = Ground()
+    bus = ground.bus()
+    await agree(bus, "n1", changed(profile="reference"))
+    first = ground.keys[AGREEMENT]
     with pytest.raises(errors.ClusterRefused, match="profile"):
-        require_agreement("n2", OURS, changed(profile="reference"))
+        await agree(bus, "n2", OURS)
+    await agree(bus, "n3", dict(reversed(changed(profile="reference").items())))
+    assert ground.keys[AGREEMENT] == first
     assert issubclass(errors.ClusterRefused, errors.UsageError)
 
 

@@ -1,6 +1,6 @@
 """An unknown block on one node: what is proven about it once the other nodes were asked.
 
-The same table as at ``LivePoll.answers_known``, walked cell by cell over two nodes.
+The same table as at ``Node.answers_known``, walked cell by cell over two nodes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.answer_digests import encode_batch
 from smartsearch_sidecar.cluster.bus import OnMessage
-from smartsearch_sidecar.cluster.live_poll import LivePoll
-from smartsearch_sidecar.cluster.local_run import LocalRun
-from smartsearch_sidecar.cluster.node import Node
+from smartsearch_sidecar.cluster.node import LocalRun, Node
 from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.bus import Ground, MemoryBus
@@ -62,7 +60,7 @@ class Pair:
 
         await node.connect(connect, {"searches": 100})
         await node.follow_answers(self.known.add if name == "asker" else lambda _: None)
-        await node.join({}, f"run of {name}", "0" * 64)
+        await node.join({}, f"run of {name}", "0" * 64, fresh=True)
 
         async def settled(*_: object) -> None:
             """Nothing is in flight, and nothing has to be written."""
@@ -72,11 +70,11 @@ class Pair:
             busy=lambda: False,
             journal=lambda: (1, "ab"),
             settle=settled,
-            close=lambda cause, detail: None,
+            close=lambda cause, *, detail: None,
             latched=asyncio.Event(),
             latch_durable=settled,
         )
-        await node.begin(local, LivePoll(node).answer)
+        await node.begin(local)
         return node
 
 
@@ -124,7 +122,7 @@ async def test_every_cell_of_an_unknown_block(
             bus.cut()
         runs_out = published != "all" or late
         deadline = asker.now() + (SHORT_SECONDS if runs_out else ENOUGH_SECONDS)
-        asking = LivePoll(asker).answers_known(deadline)
+        asking = asker.answers_known(deadline)
         if runs_out:
             with pytest.raises(errors.ClusterUnreachable):
                 await asking
@@ -141,4 +139,4 @@ async def test_the_silent_node_is_named() -> None:
     async with pair() as (run, asker, _, _):
         run.ground.buses[1].cut()
         with pytest.raises(errors.ClusterUnreachable, match=r"^node other did not publish"):
-            await LivePoll(asker).answers_known(asker.now() + SHORT_SECONDS)
+            await asker.answers_known(asker.now() + SHORT_SECONDS)

@@ -8,18 +8,24 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.join import (
+    decode_registration,
+    encode_registration,
+    register,
+    withdraw,
+)
 from smartsearch_sidecar.cluster.membership import (
     GRACE,
-    Cell,
+    TABLE,
     Link,
     Liveness,
     Membership,
     Reason,
     RunVerdict,
-    cell_at,
     weight_of,
 )
-from smartsearch_sidecar.cluster.node_state import NodeState, Registration, RunStatus
+from smartsearch_sidecar.cluster.values import NodeState, RunStatus
+from tests.fakes.bus import Ground
 
 LOST = 15.0
 
@@ -91,7 +97,7 @@ def test_every_cell(link: Link, liveness: Liveness, status: RunStatus) -> None:
     expected = LINKED[liveness][list(RunStatus).index(status)]
     if link is not Link.UP and status is not RunStatus.FAILED:
         expected = DOWN if link is Link.DOWN else CUT
-    assert cell_at(weight_of(link, liveness, status)) == Cell(*expected)
+    assert TABLE[weight_of(link, liveness, status)][:2] == expected
 
 
 def test_only_one_row_is_healthy() -> None:
@@ -99,7 +105,7 @@ def test_only_one_row_is_healthy() -> None:
     healthy = {
         facts
         for facts in itertools.product(Link, Liveness, RunStatus)
-        if cell_at(weight_of(*facts)).status is RunStatus.HEALTHY
+        if TABLE[weight_of(*facts)].status is RunStatus.HEALTHY
     }
     assert healthy == {
         (Link.UP, Liveness.FRESH, RunStatus.HEALTHY),
@@ -381,7 +387,7 @@ def test_rows_say_what_is_known_of_each_node() -> None:
     one = members("a", "b")
     one.on_state("b", state("b", 2, RunStatus.PENDING), 2.0)
     rows = one.rows(12.0)
-    assert list(rows) == ["a", "b"] == list(one.names)
+    assert list(rows) == ["a", "b"]
     assert rows["a"].silent_seconds == 0.0
     assert rows["b"].silent_seconds == 10.0
     assert rows["b"].liveness is Liveness.QUIET
@@ -410,8 +416,8 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
         b'"status":"failed"}'
     )
     assert NodeState.decode(said.encode()) == said
-    assert Registration("x").encode() == b'{"instance":"x"}'
-    assert Registration.decode(b'{"instance":"x"}') == Registration("x")
+    assert encode_registration("x") == b'{"instance":"x"}'
+    assert decode_registration(b'{"instance":"x"}') == "x"
 
 
 @pytest.mark.parametrize(
@@ -449,7 +455,7 @@ def test_another_state_is_not_read(before: bytes, after: bytes) -> None:
 def test_another_registration_is_not_read(data: bytes) -> None:
     """A registration of another shape is another version's."""
     with pytest.raises(errors.ClusterUnreadable):
-        Registration.decode(data)
+        decode_registration(data)
 
 
 def test_a_state_cannot_say_nonsense() -> None:
@@ -466,8 +472,17 @@ def test_a_state_cannot_say_nonsense() -> None:
             state(**changes)
 
 
-def test_a_name_belongs_to_one_run_directory() -> None:
-    """The same directory may come again, another one is refused by the name of the node."""
-    Registration("x").require("b", "x")
+async def test_a_name_belongs_to_one_run_directory() -> None:
+    """The same directory may come again, another one is refused by the name of the node; a name
+    that was given back is free.
+    """
+    bus = Ground().bus()
+    for _ in range(2):
+        await register(bus, "b", "x")
     with pytest.raises(errors.ClusterRefused, match="as node b"):
-        Registration("x").require("b", "y")
+        await register(bus, "b", "y")
+    await withdraw(bus, "b", "y")  # not its own to give
+    with pytest.raises(errors.ClusterRefused, match="as node b"):
+        await register(bus, "b", "y")
+    await withdraw(bus, "b", "x")
+    await register(bus, "b", "y")

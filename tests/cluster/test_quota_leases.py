@@ -216,7 +216,7 @@ def test_what_is_left_is_the_lease_less_what_was_used() -> None:
     """Nothing is remembered but the lease: a resumed node comes to the same from its journal."""
     value, _ = leased(run(), "a", {SEARCHES: 256})
     node = lease_of(value)
-    assert node.leased(SEARCHES) == 256
+    assert node.left(SEARCHES, 0) == 256
     assert node.left(SEARCHES, 250) == 6
     assert node.fits(SEARCHES, 250, 6)
     assert not node.fits(SEARCHES, 250, 7)
@@ -227,9 +227,9 @@ def test_an_older_value_is_of_no_interest() -> None:
     value, _ = leased(run(), "a", {SEARCHES: 256})
     node = lease_of(value)
     node.seen(run(), 6)
-    assert node.leased(SEARCHES) == 256
+    assert node.left(SEARCHES, 0) == 256
     node.seen(leased(value, "a", {SEARCHES: 44})[0], 8)
-    assert node.leased(SEARCHES) == 300
+    assert node.left(SEARCHES, 0) == 300
 
 
 def test_more_is_asked_for_ahead_of_need() -> None:

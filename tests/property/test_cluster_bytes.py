@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.answer_digests import decode_batch, encode_batch
-from smartsearch_sidecar.cluster.canonical import canonical, read_canonical
 from smartsearch_sidecar.cluster.join import (
     decode_identities,
+    decode_registration,
     encode_identities,
+    encode_registration,
     sentence,
 )
-from smartsearch_sidecar.cluster.node_state import NodeState, Registration, RunStatus
 from smartsearch_sidecar.cluster.quota_leases import Leases, joined, leased
+from smartsearch_sidecar.cluster.values import NodeState, RunStatus, canonical, read_canonical
 from smartsearch_sidecar.run.json_values import differences
 
 STATE = NodeState(
@@ -31,9 +32,9 @@ LEASES, _ = leased(
 READERS: dict[str, tuple[bytes, Callable[[bytes], Any], Callable[[Any], bytes]]] = {
     "state": (STATE.encode(), NodeState.decode, lambda value: bytes(value.encode())),
     "registration": (
-        Registration("ab12").encode(),
-        Registration.decode,
-        lambda value: bytes(value.encode()),
+        encode_registration("ab12"),
+        decode_registration,
+        encode_registration,
     ),
     "leases": (LEASES.encode(), Leases.decode, lambda value: bytes(value.encode())),
     "identities": (

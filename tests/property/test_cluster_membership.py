@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smartsearch_sidecar.cluster.membership import Membership, RunVerdict
-from smartsearch_sidecar.cluster.node_state import NodeState, RunStatus
+from smartsearch_sidecar.cluster.values import NodeState, RunStatus
 
 LOST = 10.0
 NAMES = ("a", "b", "c")

@@ -23,8 +23,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink, OnMessage, OnQuestion, OnValue
 from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
 from smartsearch_sidecar.cluster.nats.dialer import Dialer
-from smartsearch_sidecar.cluster.nats.follower import Follower
-from smartsearch_sidecar.cluster.nats.streams import Streams, api, decoded, last_message
+from smartsearch_sidecar.cluster.nats.streams import Follower, Streams, api, decoded
 from smartsearch_sidecar.config import ClusterSection
 
 PATIENCE_SECONDS: Final = 12.0
@@ -45,24 +44,14 @@ WRONG_LAST_SEQUENCE: Final = (10071, 10164)
 
 
 async def connect(
-    cluster: ClusterSection,
-    run_id: str,
-    *,
-    on_link: OnLink,
-    replicas: int | None = None,
-    seconds: float = START_SECONDS,
+    cluster: ClusterSection, run_id: str, *, on_link: OnLink, seconds: float = START_SECONDS
 ) -> Bus:
     """The bus of the run ``run_id``; its streams are made where no node has made them yet.
 
-    Args:
-        cluster: the node's section ``[cluster]``.
-        on_link: called at every later loss and return, not for this first connection.
-        replicas: how many servers keep every value; by default three, or as many as there are.
-        seconds: the bound of this call.
+    ``on_link`` is called at every later loss and return, not for this first connection.
 
-    Raises:
-        ClusterUnreachable: the servers did not answer within ``seconds``.
-        ClusterRefused: what the servers hold under the run's name is not ours.
+    Raises ``ClusterUnreachable`` where the servers do not answer within ``seconds``,
+    ``ClusterRefused`` where what they hold under the run's name is not ours.
     """
     urls = cluster.nats_url.get_secret_value().split(",")
     dialer = Dialer(
@@ -75,7 +64,7 @@ async def connect(
     bus = NatsBus(dialer, run_id)
     try:
         await dialer.dial()
-        await bus.begin(replicas, seconds)
+        await bus.begin(seconds)
     except BaseException:
         await bus.close()
         raise
@@ -99,17 +88,15 @@ class NatsBus:
     def connected(self) -> bool:
         return self._dialer.connected
 
-    async def begin(self, replicas: int | None, seconds: float) -> None:
+    async def begin(self, seconds: float) -> None:
         """Makes bucket and stream, or finds them as other nodes have made them."""
         dialer = self._dialer
-        await dialer.call(lambda c: self._streams.make(c, replicas, dialer.servers), seconds)
+        await dialer.call(lambda c: self._streams.make(c, dialer.servers), seconds)
         dialer.begin(self._streams.prove)
 
     async def get(self, key: str) -> Entry | None:
         subject = self._subject(key)
-        message = await self._dialer.call(
-            lambda c: last_message(c, self._streams.keys.name, subject)
-        )
+        message = await self._dialer.call(lambda c: self._streams.keys.message(c, subject))
         return Entry(decoded(message, "data"), message["seq"]) if message else None
 
     async def create(self, key: str, value: bytes) -> bool:
@@ -133,7 +120,7 @@ class NatsBus:
                 # it looks at the id.
                 if not unknown:
                     return False
-                message = await last_message(connection, self._streams.keys.name, subject)
+                message = await self._streams.keys.message(connection, subject)
             except errors.ClusterUnreachable:
                 unknown = True
                 raise
@@ -153,13 +140,13 @@ class NatsBus:
             if not name or key == name or key.startswith(f"{name}."):
                 on_value(key, value)
 
-        present = await self._dialer.call(lambda c: last_message(c, keys.name, keys.subjects))
+        present = await self._dialer.call(keys.last)
         if self._keys is None:
             self._keys = Follower(self._dialer, keys, self._changed)
             self._go_on(self._keys.run(), vital=True)
         try:
             async with asyncio.timeout(self._dialer.patience):
-                await self._keys.reaches(present["seq"] if present else 0)
+                await self._keys.reaches(present)
         except TimeoutError:
             raise errors.CLUSTER_UNREACHABLE(
                 f"NATS does not deliver the values under {prefix!r}: check its servers"
@@ -186,9 +173,7 @@ class NatsBus:
         self._go_on(follower.run(), vital=True)
 
     async def last(self) -> int:
-        answers = self._streams.answers
-        message = await self._dialer.call(lambda c: last_message(c, answers.name, answers.subjects))
-        return int(message["seq"]) if message else 0
+        return await self._dialer.call(self._streams.answers.last)
 
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
         found: dict[bytes, bytes] = {}
@@ -291,7 +276,7 @@ class NatsBus:
             raise errors.INTERNAL_ERROR(
                 f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots"
             )
-        return self._streams.key(key)
+        return self._streams.keys.subject(key)
 
     async def _append(self, subject: str, data: bytes) -> int:
         headers = {"Nats-Msg-Id": secrets.token_hex(ID_BYTES)}
