@@ -24,14 +24,13 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.contract.call_syntax import TOP_N
-from smartsearch_sidecar.ledger.describe import Tone, printable
+from smartsearch_sidecar.ledger.describe import Filter, Shown, Tone, json_line, printable, shown
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.replay import Outcome, Replayed
 from smartsearch_sidecar.ledger.replay import replay as replay_run
-from smartsearch_sidecar.ledger.show import Filter, Shown, json_line, shown
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
 from smartsearch_sidecar.ledger.verify import verify as verify_run
 

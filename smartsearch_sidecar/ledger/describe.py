@@ -1,43 +1,25 @@
-"""What a record says, as a sentence of letters.
+"""Records for a person: which ones, and each in one readable line.
 
-What stands in a record was written by a policy or stands in a corpus. Nothing of it reaches a
-terminal as anything but letters: ``printable`` writes out control characters, the marks that turn
-the direction of a line, and what has no form in UTF-8.
+The text in a record is a policy's or a corpus's. It reaches a terminal only as letters:
+``printable`` writes out control characters, the marks that turn the direction of a line, and what
+has no form in UTF-8.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
 
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.recorded_queries import readable_query
+from smartsearch_sidecar.contract.call_syntax import parse_call
+from smartsearch_sidecar.run import record as kinds
 from smartsearch_sidecar.run.line import Line
-from smartsearch_sidecar.run.record import (
-    CheckpointAccepted,
-    CheckpointRefused,
-    ClientQuery,
-    DeliveryLost,
-    HelperAnswered,
-    HelperFailed,
-    HelperRequested,
-    LatchClosed,
-    Record,
-    RetrievalAnswered,
-    RetrievalDeclined,
-    RetrievalFailed,
-    RetrievalRequested,
-    RewardAnswered,
-    RewardFailed,
-    RewardRequested,
-    RewardReused,
-    RunClaimed,
-    RunClosed,
-    RunResumed,
-)
+from smartsearch_sidecar.run.record import Asked, ClientQuery, Record
 
 TEXT_CHARACTERS_MAX: Final = 160
 TITLE_CHARACTERS_MAX: Final = 40
@@ -55,13 +37,89 @@ def _escaped(character: str) -> str:
     code = ord(character)
     if character in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[character]
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def readable_query(asked: Asked) -> str:
+    """The query of a request for a person; the call itself where it cannot be read.
+
+    A query without a UTF-8 form is recorded as empty, so the call says more than an empty query.
+    """
+    if isinstance(asked, ClientQuery) or asked.query:
+        return asked.query or ""
+    try:
+        return parse_call(asked.call)[0]
+    except errors.InvalidRequest:
+        return asked.call
+
+
+# --- which records --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which records are wanted; an empty collection or ``None`` wants all.
+
+    ``since`` is inclusive, ``until`` exclusive; both are written as records write their time.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    numbers: frozenset[int] = frozenset()
+    since: str | None = None
+    until: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        kinds: Collection[str] = (),
+        numbers: Collection[int] = (),
+        since: str | None = None,
+        until: str | None = None,
+    ) -> Filter:
+        """Reads a person's words. Raises ``UsageError`` that says what is allowed."""
+        wanted = frozenset(kind for word in kinds for kind in _kinds_of(word))
+        return cls(wanted, frozenset(numbers), _moment(since), _moment(until))
+
+    def wants(self, line: Line) -> bool:
+        """Whether a record is to be shown."""
+        record = line.record
+        return (
+            (not self.kinds or record.kind in self.kinds)
+            and (not self.numbers or record.number in self.numbers)
+            and (self.since is None or line.at >= self.since)
+            and (self.until is None or line.at < self.until)
+        )
+
+
+def _kinds_of(word: str) -> list[str]:
+    found = [kind for kind in kinds.KINDS if kind == word or kind.startswith(f"{word}.")]
+    if not found:
+        raise errors.USAGE(
+            f"no kind of record is called {word!r}: use one of {', '.join(sorted(kinds.KINDS))}, "
+            "or what stands before the dot"
+        )
+    return found
+
+
+def _moment(text: str | None) -> str | None:
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise errors.USAGE(
+            f"{text!r} is no time: use a date or a time as in 2026-12-02T04:13:00Z (UTC without a "
+            "zone)"
+        ) from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+# --- each in a line -------------------------------------------------------------------------------
 
 
 class Tone(enum.StrEnum):
@@ -74,60 +132,142 @@ class Tone(enum.StrEnum):
     RUN = enum.auto()
 
 
-_TONES: Final[Mapping[type[Record], Tone]] = {
-    RetrievalAnswered: Tone.GOOD,
-    RetrievalDeclined: Tone.WARN,
-    RetrievalFailed: Tone.BAD,
-    DeliveryLost: Tone.BAD,
-    HelperAnswered: Tone.GOOD,
-    HelperFailed: Tone.BAD,
-    RewardAnswered: Tone.GOOD,
-    RewardReused: Tone.GOOD,
-    RewardFailed: Tone.BAD,
-    LatchClosed: Tone.BAD,
-    CheckpointAccepted: Tone.GOOD,
-    CheckpointRefused: Tone.WARN,
-    RunClaimed: Tone.RUN,
-    RunResumed: Tone.RUN,
-    RunClosed: Tone.RUN,
+_TONES: Final[dict[type[Record], Tone]] = {
+    kind: tone
+    for tone, group in {
+        Tone.GOOD: (
+            *(kinds.RetrievalAnswered, kinds.HelperAnswered, kinds.RewardAnswered),
+            *(kinds.RewardReused, kinds.CheckpointAccepted),
+        ),
+        Tone.WARN: (kinds.RetrievalDeclined, kinds.CheckpointRefused),
+        Tone.BAD: (
+            *(kinds.RetrievalFailed, kinds.DeliveryLost, kinds.HelperFailed),
+            *(kinds.RewardFailed, kinds.LatchClosed),
+        ),
+        Tone.RUN: (kinds.RunClaimed, kinds.RunResumed, kinds.RunClosed),
+    }.items()
+    for kind in group
 }
 
 
-def tone(record: Record) -> Tone:
-    """What a record is about."""
-    return _TONES.get(type(record), Tone.PLAIN)
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One record as it is shown; every text in it is printable."""
+
+    seq: int
+    at: str
+    kind: str
+    number: int | None
+    tone: Tone
+    text: str
 
 
-def sentence(line: Line) -> str:
-    """What a record says; its data as JSON where it has not the shape that is known here."""
+def shown(line: Line) -> Shown:
+    """A record in one readable line; its data as JSON where its shape is not known here."""
+    record = line.record
     try:
-        return _SENTENCES[type(line.record)](line.record)
+        text = _of_search(record)
     except (
-        errors.LedgerCorrupt,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
+        *(errors.LedgerCorrupt, ArithmeticError, AttributeError),
+        *(LookupError, TypeError, ValueError),
     ):
-        return printable(orjson.dumps(line.data).decode())
+        text = printable(orjson.dumps(line.data).decode())
+    at = printable(line.at.replace("T", " ").removesuffix("Z"))
+    tone = _TONES.get(type(record), Tone.PLAIN)
+    return Shown(line.seq, at, record.kind, record.number, tone, text)
+
+
+def json_line(line: Line) -> str:
+    """A record as one line of JSON: the recorded value, in characters no terminal obeys."""
+    value = line._asdict()
+    record, data, total = value.pop("record"), value.pop("data"), value.pop("sum")
+    value |= {"kind": record.kind, "number": record.number, "data": data, "sum": total}
+    text = orjson.dumps(value).decode()
+    return text if text.isprintable() else "".join(map(_json_escaped, text))
+
+
+def _json_escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    units = character.encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+def _of_search(record: Record) -> str:
+    """What a record says of a search; the others by what follows."""
+    match record:
+        case kinds.RetrievalRequested(asked=asked):
+            return "  ".join(_requested(asked))
+        case kinds.RetrievalAnswered():
+            return "  ".join(_answered(record))
+        case kinds.RetrievalFailed():
+            return printable(f"{record.cause}: {record.detail}")
+        case kinds.RetrievalDeclined():
+            return f"{printable(record.reason)} {_quoted(readable_query(record.asked))}"
+        case kinds.DeliveryLost(others=others):
+            more = f"; {len(others):,} more searches of its batch" if others else ""
+            return printable(f"the client had gone: {record.stage}{more}")
+    return _of_reward(record)
+
+
+def _of_reward(record: Record) -> str:
+    match record:
+        case kinds.RewardRequested():
+            return printable(
+                f"{record.split}: a rollout of {len(record.solution_str):,} characters"
+            )
+        case kinds.RewardAnswered():
+            verdicts = ", ".join(map(str, record.verdicts)) or "none"
+            return printable(f"{record.split}: reward {record.reward}, verdicts {verdicts}")
+        case kinds.RewardReused():
+            return printable(f"{record.split}: the reward of score {record.of} again")
+        case kinds.RewardFailed():
+            return printable(f"{record.split}: {record.code}: {record.detail}")
+        case kinds.HelperRequested():
+            return printable(f"{record.split} score {record.score}: {record.prompt_bytes:,} bytes")
+        case kinds.HelperAnswered(input_tokens=read, output_tokens=wrote):
+            spent = f"{record.split} score {record.score}: {read:,} tokens read, {wrote:,} written"
+            return f"{printable(spent)}  {_quoted(record.text)}"
+        case kinds.HelperFailed():
+            return printable(f"{record.split} score {record.score}: {record.code}: {record.detail}")
+    return _of_run(record)
+
+
+def _of_run(record: Record) -> str:
+    match record:
+        case kinds.RunClaimed():
+            claim = printable(record.claim_sha256, 16)
+            return f"up to {record.max_calls:,} searches; claim {claim}"
+        case kinds.RunResumed():
+            return ", ".join(_resumed(record))
+        case kinds.RunClosed(usage=usage):
+            asked, answered = usage["retrieval_attempts"], usage["retrieval_responses"]
+            health = "latched" if record.latched else "healthy"
+            return f"{health}, {answered:,} of {asked:,} searches answered"
+        case kinds.LatchClosed(cause):
+            attempt = "" if cause.number is None else f" (search {cause.number})"
+            return printable(f"{cause.cause}: {cause.detail}{attempt}")
+        case kinds.CheckpointAccepted():
+            return _step(record.step, record.path)
+        case kinds.CheckpointRefused():
+            return f"{_step(record.step, record.path)}: the run is {printable(record.state)}"
+    raise TypeError(f"no sentence for {record.kind}")
 
 
 def _quoted(text: str) -> str:
     return f"“{printable(text)}”"
 
 
-def _requested(record: RetrievalRequested) -> str:
-    asked = record.asked
+def _requested(asked: Asked) -> list[str]:
     parts = [_quoted(readable_query(asked))]
     if isinstance(asked, ClientQuery):
         parts.append(printable(f"/{asked.route}, {asked.top_n} passages"))
         if asked.items is not None:
             parts.append(f"{asked.item:,} of {asked.items:,}")
-    return "  ".join(parts)
+    return parts
 
 
-def _answered(record: RetrievalAnswered) -> str:
+def _answered(record: kinds.RetrievalAnswered) -> list[str]:
     titles = [
         printable(str(document["contents"]).partition("\n")[0].strip('"'), TITLE_CHARACTERS_MAX)
         for document in record.documents()
@@ -136,107 +276,17 @@ def _answered(record: RetrievalAnswered) -> str:
     if record.dropped:
         parts.append(f"{len(record.dropped)} dropped")
     parts.append(f"{printable(record.cache)}, {record.took_us / 1000:.1f} ms")
-    return "  ".join(parts)
+    return parts
 
 
-def _failed(record: RetrievalFailed) -> str:
-    return printable(f"{record.cause}: {record.detail}")
-
-
-def _declined(record: RetrievalDeclined) -> str:
-    return f"{printable(record.reason)} {_quoted(readable_query(record.asked))}"
-
-
-def _latched(record: LatchClosed) -> str:
-    cause = record.cause
-    attempt = "" if cause.number is None else f" (search {cause.number})"
-    return printable(f"{cause.cause}: {cause.detail}{attempt}")
-
-
-def _claimed(record: RunClaimed) -> str:
-    return f"up to {record.max_calls:,} searches; claim {printable(record.claim_sha256, 16)}"
-
-
-def _resumed(record: RunResumed) -> str:
+def _resumed(record: kinds.RunResumed) -> list[str]:
     parts = ["after run.closed" if record.clean else "after an end that was not orderly"]
     if record.torn_bytes:
         parts.append(f"{record.torn_bytes} torn bytes in {printable(str(record.set_aside))}")
     if record.unsettled:
         parts.append(f"{len(record.unsettled)} searches unsettled")
-    return ", ".join(parts)
-
-
-def _closed(record: RunClosed) -> str:
-    verdict = "latched" if record.latched else "healthy"
-    asked, answered = record.usage["retrieval_attempts"], record.usage["retrieval_responses"]
-    return f"{verdict}, {answered:,} of {asked:,} searches answered"
-
-
-def _accepted(record: CheckpointAccepted) -> str:
-    return _step(record.step, record.path)
-
-
-def _refused(record: CheckpointRefused) -> str:
-    return f"{_step(record.step, record.path)}: the run is {printable(record.state)}"
+    return parts
 
 
 def _step(step: int, path: str | None) -> str:
     return f"step {step:,}" if path is None else f"step {step:,} {printable(path)}"
-
-
-def _lost(record: DeliveryLost) -> str:
-    more = f"; {len(record.others):,} more searches of its batch" if record.others else ""
-    return printable(f"the client had gone: {record.stage}{more}")
-
-
-def _score_requested(record: RewardRequested) -> str:
-    return printable(f"{record.split}: a rollout of {len(record.solution_str):,} characters")
-
-
-def _score_answered(record: RewardAnswered) -> str:
-    verdicts = ", ".join(map(str, record.verdicts))
-    return printable(f"{record.split}: reward {record.reward}, verdicts {verdicts or 'none'}")
-
-
-def _score_reused(record: RewardReused) -> str:
-    return printable(f"{record.split}: the reward of score {record.of} again")
-
-
-def _score_failed(record: RewardFailed) -> str:
-    return printable(f"{record.split}: {record.code}: {record.detail}")
-
-
-def _call_requested(record: HelperRequested) -> str:
-    return printable(f"{record.split} score {record.score}: {record.prompt_bytes:,} bytes")
-
-
-def _call_answered(record: HelperAnswered) -> str:
-    read, wrote = record.input_tokens, record.output_tokens
-    spent = f"{record.split} score {record.score}: {read:,} tokens read, {wrote:,} written"
-    return f"{printable(spent)}  {_quoted(record.text)}"
-
-
-def _call_failed(record: HelperFailed) -> str:
-    return printable(f"{record.split} score {record.score}: {record.code}: {record.detail}")
-
-
-_SENTENCES: Final[Mapping[type[Record], Callable[[Any], str]]] = {
-    RunClaimed: _claimed,
-    RunResumed: _resumed,
-    RunClosed: _closed,
-    RetrievalRequested: _requested,
-    RetrievalAnswered: _answered,
-    RetrievalFailed: _failed,
-    RetrievalDeclined: _declined,
-    DeliveryLost: _lost,
-    RewardRequested: _score_requested,
-    RewardAnswered: _score_answered,
-    RewardReused: _score_reused,
-    RewardFailed: _score_failed,
-    HelperRequested: _call_requested,
-    HelperAnswered: _call_answered,
-    HelperFailed: _call_failed,
-    LatchClosed: _latched,
-    CheckpointAccepted: _accepted,
-    CheckpointRefused: _refused,
-}

@@ -47,12 +47,7 @@ from smartsearch_sidecar.run.record import (
 )
 
 SOURCE: Final = "smartsearch.wikipedia_search"
-_CLAIM_KEYS: Final = (
-    "retrieval",
-    "max_retrieval_calls",
-    "environment",
-    "arbitrary_code_execution",
-)
+_CLAIM_KEYS: Final = ("retrieval", "max_retrieval_calls", "environment", "arbitrary_code_execution")
 
 
 @dataclass(frozen=True, slots=True)

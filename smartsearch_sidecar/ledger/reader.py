@@ -161,11 +161,7 @@ class Scan:
     """
 
     def __init__(
-        self,
-        reader: RunReader,
-        history: History,
-        *,
-        progress: Progress | None = None,
+        self, reader: RunReader, history: History, *, progress: Progress | None = None
     ) -> None:
         """``progress`` is told bytes read and bytes in all."""
         self._reader = reader

@@ -9,7 +9,7 @@ from __future__ import annotations
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import TOP_N, parse_call
+from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.contract.execute import ExecuteRules, parse_execute
 from smartsearch_sidecar.run.record import Asked, ClientQuery
 
@@ -47,18 +47,3 @@ def recorded_top_n(asked: Asked) -> int:
     if top_n < 1:
         raise errors.LEDGER_CORRUPT("a recorded request does not say how many passages it asks for")
     return top_n
-
-
-def readable_query(asked: Asked) -> str:
-    """The query of a request for a person; the call itself where it cannot be read.
-
-    A query without a UTF-8 form is recorded as empty, so of an empty one the call can say more.
-    """
-    if isinstance(asked, ClientQuery):
-        return asked.query
-    if asked.query:
-        return asked.query
-    try:
-        return parse_call(asked.call)[0]
-    except errors.InvalidRequest:
-        return asked.call

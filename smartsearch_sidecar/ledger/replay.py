@@ -94,11 +94,7 @@ class Replayed:
 
 
 async def replay(
-    directory: Path,
-    search: Search,
-    *,
-    concurrency: int = 8,
-    progress: Progress | None = None,
+    directory: Path, search: Search, *, concurrency: int = 8, progress: Progress | None = None
 ) -> Replayed:
     """Asks every answered search of a run again; ``progress`` is told bytes of the journal.
 

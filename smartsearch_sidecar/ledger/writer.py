@@ -19,7 +19,7 @@ from typing import NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk_thread import DiskThread
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
-from smartsearch_sidecar.run.encoding import encode_json
+from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, encode_line
 from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
 

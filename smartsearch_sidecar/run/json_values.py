@@ -1,4 +1,4 @@
-"""JSON values: text that can be written down, one canonical form, and the names of what differs.
+"""JSON values: text that can be written down, one canonical form, what differs, frozen objects.
 
 Claims, identities and indexes are JSON values that are hashed, recorded and compared. The rules
 stand here once, because two copies of a comparison that drift apart accept different runs.
@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeGuard
+from dataclasses import fields
+from functools import cache
+from typing import Any, ClassVar, Final, NamedTuple, TypeGuard
+
+import orjson
+
+from smartsearch_sidecar import errors
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
@@ -117,3 +124,84 @@ def _leaves(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{before}{key}.")
         else:
             yield f"{before}{key}", item
+
+
+# --- frozen values as objects ---------------------------------------------------------------------
+
+_PLAIN: Final = {"int": int, "str": str, "bool": bool}
+
+
+class _Key(NamedTuple):
+    """A field that is a key; ``optional`` where it is left out while it is ``None``."""
+
+    name: str
+    optional: bool
+    plain: type | None
+
+    def read(self, data: Mapping[str, Any]) -> Any:
+        value = data.get(self.name) if self.optional else data[self.name]
+        if self.plain is not None and type(value) is not self.plain:
+            raise TypeError(f"{self.name} is no {self.plain.__name__}")
+        return tuple(value) if type(value) is list else value
+
+
+@cache
+def _keys(shape: type[Data]) -> tuple[_Key, ...]:
+    return tuple(
+        _Key(one.name, one.default is None, _PLAIN.get(str(one.type)))
+        for one in fields(shape)  # type: ignore[arg-type] # each of them is a dataclass
+        if one.name not in shape.BESIDE
+    )
+
+
+class Data:
+    """A frozen dataclass that is recorded as a JSON object."""
+
+    __slots__ = ()
+    BESIDE: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are no keys of the object."""
+
+    def to_data(self) -> dict[str, Any]:
+        """The JSON value, its keys in the order in which they are written."""
+        return {
+            name: value
+            for name, optional, _ in _keys(type(self))  # type: ignore[arg-type] # classes have hashes
+            if (value := getattr(self, name)) is not None or not optional
+        }
+
+    def to_json(self) -> bytes:
+        """The JSON text. Raises ``InvariantBroken`` for what JSON cannot hold."""
+        return encode_json(self.to_data())
+
+    @classmethod
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        """Reads what ``to_data`` wrote: the values of the fields in order, without ``number``.
+
+        Raises ``LookupError`` or ``TypeError``.
+        """
+        return [key.read(data) for key in _keys(cls)]  # type: ignore[arg-type] # the same
+
+
+def _refuse_non_finite(value: Any, where: str = "data") -> None:
+    """Raises where a NaN or infinity hides: orjson would write it as ``null`` without a word."""
+    kind = type(value)
+    if kind is float:
+        if not math.isfinite(value):
+            raise errors.INTERNAL_ERROR(f"{where} is not a finite number and cannot be recorded")
+    elif kind is dict:
+        for key, item in value.items():
+            _refuse_non_finite(item, f"{where}.{key}")
+    elif kind is list or kind is tuple:
+        for item in value:
+            _refuse_non_finite(item, where)
+
+
+def encode_json(value: Any) -> bytes:
+    """Compact JSON in UTF-8; raises ``InvariantBroken`` for what JSON cannot hold."""
+    try:
+        encoded = orjson.dumps(value)
+    except TypeError as exc:  # orjson's only refusal: not a JSON value, or text with no UTF-8 form
+        raise errors.INTERNAL_ERROR(f"a value cannot be recorded as JSON: {exc}") from None
+    if b"null" in encoded:  # what is not finite is written so: most values are spared the walk
+        _refuse_non_finite(value)
+    return encoded

@@ -1,8 +1,9 @@
 """Every kind of record a journal may hold: one frozen class a kind, and its data as JSON.
 
 A decision is made as one of these values, and stays one on its way through state, ledger and
-metrics. The fields of a class are the keys of its data (``encoding.py``). Keys that a class does
-not know are ignored when it is read: ``Line.data`` still has them.
+metrics. The fields of a class are the keys of its data, in the order in which they are declared. A
+field whose default is ``None`` is left out while it is ``None``. Keys that a class does not know
+are ignored when it is read: ``Line.data`` still has them.
 
 ``number`` is no part of the data. It counts within the record's own series: searches, declined
 queries, helper calls of a split, scores of a split, checkpoints.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.encoding import Data
+from smartsearch_sidecar.run.json_values import Data
 
 
 class Kind(enum.StrEnum):
@@ -46,11 +47,14 @@ class Kind(enum.StrEnum):
     CHECKPOINT_REFUSED = "checkpoint.refused"
 
 
+CLASSES: Final[dict[str, type[Record]]] = {}
+"""The class of each kind."""
+
+
 class Record(Data):
-    """One decision. ``from_data`` raises ``LedgerCorrupt`` for what its class cannot be."""
+    """One decision."""
 
     __slots__ = ()
-
     BESIDE = frozenset({"number"})
     kind: ClassVar[Kind]
     if TYPE_CHECKING:  # at run time it would be taken for the default of a field
@@ -58,14 +62,11 @@ class Record(Data):
         @property
         def number(self) -> int | None: ...
 
-    @classmethod
-    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
-        """Reads what ``to_data`` wrote."""
-        if cls.__match_args__[:1] != ("number",):  # type: ignore[attr-defined]
-            return cls(*cls.values_of(data))
-        if number is None and cls is not DeliveryLost:
-            raise _no_number(cls.kind)
-        return cls(number, *cls.values_of(data))  # type: ignore[call-arg]
+    def __init_subclass__(cls, kind: Kind | None = None) -> None:
+        # A class with slots is made twice: by its statement, and without the word by `dataclass`.
+        if kind is not None:
+            cls.kind = kind
+        CLASSES[cls.kind.value] = cls
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,6 @@ class SplitQuotas(Data):
         """The quotas of a configuration section with these three names."""
         return cls(section.max_scores, section.max_helper_calls, section.max_output_tokens)
 
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Self:
-        return cls(*cls.values_of(data))
-
 
 @dataclass(frozen=True, slots=True)
 class NativeCall(Data):
@@ -146,15 +143,14 @@ Asked = NativeCall | ClientQuery
 """What a search, or a declined query, was asked for."""
 
 
-def asked_of(data: Mapping[str, Any]) -> Asked:
-    """Reads what either ``to_data`` wrote."""
+def _asked_of(data: Mapping[str, Any]) -> Asked:
     if "route" in data:
         return ClientQuery(*ClientQuery.values_of(data))
     return NativeCall(data["env"], data["call"], data.get("query"))
 
 
 @dataclass(frozen=True, slots=True)
-class RunClaimed(Record):
+class RunClaimed(Record, kind=Kind.RUN_CLAIMED):
     """The first record: the quotas that the fold holds the run to.
 
     ``reward`` has those of each split where rewards are on; ``cluster`` names run and node where a
@@ -165,27 +161,26 @@ class RunClaimed(Record):
     claim_sha256: str
     reward: Mapping[str, SplitQuotas] | None = None
     cluster: Mapping[str, Any] | None = None
-    kind: ClassVar = Kind.RUN_CLAIMED
     number: ClassVar[None] = None
 
     def to_data(self) -> dict[str, Any]:
-        data: dict[str, Any] = {"max_calls": self.max_calls, "claim_sha256": self.claim_sha256}
+        data = super(RunClaimed, self).to_data()
         if self.reward is not None:
             data["reward"] = {split: quotas.to_data() for split, quotas in self.reward.items()}
-        if self.cluster is not None:
-            data["cluster"] = self.cluster
         return data
 
     @classmethod
-    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
-        max_calls, claim, reward, cluster = cls.values_of(data)
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        max_calls, claim, reward, cluster = super(RunClaimed, cls).values_of(data)
         if reward is not None:
-            reward = {name: SplitQuotas.from_data(quotas) for name, quotas in reward.items()}
-        return cls(max_calls, claim, reward, cluster)
+            reward = {
+                name: SplitQuotas(*SplitQuotas.values_of(quotas)) for name, quotas in reward.items()
+            }
+        return [max_calls, claim, reward, cluster]
 
 
 @dataclass(frozen=True, slots=True)
-class RunResumed(Record):
+class RunResumed(Record, kind=Kind.RUN_RESUMED):
     """How a run was found that goes on. ``torn_bytes`` were trimmed and are in the file
     ``set_aside``; ``unsettled`` are searches without a settlement.
     """
@@ -195,49 +190,43 @@ class RunResumed(Record):
     torn_bytes: int
     set_aside: str | None
     unsettled: tuple[int, ...]
-    kind: ClassVar = Kind.RUN_RESUMED
     number: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)
-class RunClosed(Record):
+class RunClosed(Record, kind=Kind.RUN_CLOSED):
     """An orderly end. ``usage`` is ``RunState.usage`` at that moment."""
 
     latched: bool
     usage: Mapping[str, Any]
-    kind: ClassVar = Kind.RUN_CLOSED
     number: ClassVar[None] = None
 
     def to_data(self) -> dict[str, Any]:
-        """The JSON value: the usage stands beside ``latched``."""
         return {"latched": self.latched, **self.usage}
 
     @classmethod
-    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
         usage = dict(data)
-        return cls(bool(usage.pop("latched")), usage)
+        return [bool(usage.pop("latched")), usage]
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalRequested(Record):
+class RetrievalRequested(Record, kind=Kind.RETRIEVAL_REQUESTED):
     """Search ``number`` is admitted."""
 
     number: int
     asked: Asked
-    kind: ClassVar = Kind.RETRIEVAL_REQUESTED
 
     def to_data(self) -> dict[str, Any]:
         return self.asked.to_data()
 
     @classmethod
-    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
-        if number is None:
-            raise _no_number(cls.kind)
-        return cls(number, asked_of(data))
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
+        return [_asked_of(data)]
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalAnswered(Record):
+class RetrievalAnswered(Record, kind=Kind.RETRIEVAL_ANSWERED):
     """What search ``number`` found.
 
     ``documents_json`` is the JSON list of ``{"id", "contents", "score"}``, recorded as
@@ -251,7 +240,6 @@ class RetrievalAnswered(Record):
     cache: str
     took_us: int
     dropped: tuple[Mapping[str, str], ...] | None = None
-    kind: ClassVar = Kind.RETRIEVAL_ANSWERED
 
     def to_json(self) -> bytes:
         # The documents are spliced in unread: a cached search's are encoded once, recorded often.
@@ -274,44 +262,40 @@ class RetrievalAnswered(Record):
         return data
 
     @classmethod
-    def from_data(cls, number: int | None, data: Mapping[str, Any]) -> Self:
-        if number is None:
-            raise _no_number(cls.kind)
+    def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
         found = orjson.dumps(data["documents"]) if "documents" in data else None
         dropped = tuple(data["dropped"]) if "dropped" in data else None
-        return cls(number, found, data["cache"], data["took_us"], dropped)
+        return [found, data["cache"], data["took_us"], dropped]
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalFailed(Record):
+class RetrievalFailed(Record, kind=Kind.RETRIEVAL_FAILED):
     """Search ``number`` has no answer."""
 
     number: int
     code: str
     cause: str
     detail: str
-    kind: ClassVar = Kind.RETRIEVAL_FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalDeclined(Record):
+class RetrievalDeclined(Record, kind=Kind.RETRIEVAL_DECLINED):
     """A query that is answered `invalid query` and consumes no attempt."""
 
     number: int
     reason: str
     asked: Asked
-    kind: ClassVar = Kind.RETRIEVAL_DECLINED
 
     def to_data(self) -> dict[str, Any]:
         return {"reason": self.reason, **self.asked.to_data()}
 
     @classmethod
     def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
-        return [data["reason"], asked_of(data)]
+        return [data["reason"], _asked_of(data)]
 
 
 @dataclass(frozen=True, slots=True)
-class DeliveryLost(Record):
+class DeliveryLost(Record, kind=Kind.DELIVERY_LOST):
     """The client was gone before its answer was handed over.
 
     ``number`` is the search it was the answer of, if any; ``others`` are more ones of its batch.
@@ -320,11 +304,10 @@ class DeliveryLost(Record):
     number: int | None
     stage: str
     others: tuple[int, ...] | None = None
-    kind: ClassVar = Kind.DELIVERY_LOST
 
 
 @dataclass(frozen=True, slots=True)
-class RewardRequested(Record):
+class RewardRequested(Record, kind=Kind.REWARD_REQUESTED):
     """Score ``number`` of a split is admitted.
 
     ``key`` is what must be the same for a score to be reused. The three counts of result blocks are
@@ -339,43 +322,39 @@ class RewardRequested(Record):
     judged_blocks: int | None = None
     policy_blocks: int | None = None
     broken_blocks: tuple[int, ...] | None = None
-    kind: ClassVar = Kind.REWARD_REQUESTED
 
 
 @dataclass(frozen=True, slots=True)
-class RewardAnswered(Record):
+class RewardAnswered(Record, kind=Kind.REWARD_ANSWERED):
     """The reward of score ``number``, and what the helper's texts were read as."""
 
     number: int
     split: str
     reward: float
     verdicts: tuple[str, ...]
-    kind: ClassVar = Kind.REWARD_ANSWERED
 
 
 @dataclass(frozen=True, slots=True)
-class RewardFailed(Record):
+class RewardFailed(Record, kind=Kind.REWARD_FAILED):
     """Score ``number`` never gets a reward."""
 
     number: int
     split: str
     code: str
     detail: str
-    kind: ClassVar = Kind.REWARD_FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class RewardReused(Record):
+class RewardReused(Record, kind=Kind.REWARD_REUSED):
     """The reward of score ``of`` was given again."""
 
     split: str
     of: int
-    kind: ClassVar = Kind.REWARD_REUSED
     number: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)
-class HelperRequested(Record):
+class HelperRequested(Record, kind=Kind.HELPER_REQUESTED):
     """Helper call ``number`` of a split is about to be sent for ``score``."""
 
     number: int
@@ -384,11 +363,10 @@ class HelperRequested(Record):
     prompt_sha256: str
     prompt_bytes: int
     seed: int
-    kind: ClassVar = Kind.HELPER_REQUESTED
 
 
 @dataclass(frozen=True, slots=True)
-class HelperAnswered(Record):
+class HelperAnswered(Record, kind=Kind.HELPER_ANSWERED):
     """What the helper wrote, with its measured tokens."""
 
     number: int
@@ -399,11 +377,10 @@ class HelperAnswered(Record):
     output_tokens: int
     finish_reason: str
     model: str | None
-    kind: ClassVar = Kind.HELPER_ANSWERED
 
 
 @dataclass(frozen=True, slots=True)
-class HelperFailed(Record):
+class HelperFailed(Record, kind=Kind.HELPER_FAILED):
     """A helper call without a usable answer.
 
     ``usage`` are its input and output tokens where they were measured; ``sent`` is whether it left.
@@ -416,15 +393,13 @@ class HelperFailed(Record):
     detail: str
     usage: tuple[int, int] | None
     sent: bool
-    kind: ClassVar = Kind.HELPER_FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class LatchClosed(Record):
+class LatchClosed(Record, kind=Kind.LATCH_CLOSED):
     """The run has failed."""
 
     cause: Cause
-    kind: ClassVar = Kind.LATCH_CLOSED
 
     @property
     def number(self) -> int | None:
@@ -440,7 +415,7 @@ class LatchClosed(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointAccepted(Record):
+class CheckpointAccepted(Record, kind=Kind.CHECKPOINT_ACCEPTED):
     """A checkpoint of the healthy run: the ``occurrence`` of this ``step``, the usage up to here.
 
     ``nodes`` names each node's journal where a run has many nodes.
@@ -453,11 +428,10 @@ class CheckpointAccepted(Record):
     occurrence: int
     usage: Mapping[str, Any]
     nodes: Mapping[str, Any] | None = None
-    kind: ClassVar = Kind.CHECKPOINT_ACCEPTED
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRefused(Record):
+class CheckpointRefused(Record, kind=Kind.CHECKPOINT_REFUSED):
     """A checkpoint was asked for while the run was not healthy; ``state`` says what it was."""
 
     number: int
@@ -465,19 +439,8 @@ class CheckpointRefused(Record):
     path: str | None
     manifest_sha256: str | None
     state: str
-    kind: ClassVar = Kind.CHECKPOINT_REFUSED
 
 
-CLASSES: Final[Mapping[str, type[Record]]] = {
-    one.kind.value: one
-    for one in (
-        *(RunClaimed, RunResumed, RunClosed),
-        *(RetrievalRequested, RetrievalAnswered, RetrievalFailed, RetrievalDeclined, DeliveryLost),
-        *(RewardRequested, HelperRequested, HelperAnswered, HelperFailed),
-        *(RewardAnswered, RewardFailed, RewardReused),
-        *(LatchClosed, CheckpointAccepted, CheckpointRefused),
-    )
-}
 KINDS: Final = frozenset(CLASSES)
 
 
@@ -488,13 +451,13 @@ def record_of(kind: str, number: int | None, data: Mapping[str, Any]) -> Record:
         raise errors.LEDGER_CORRUPT(
             f"a record of the unknown kind {kind!r:.80} was written by a newer version"
         )
+    numbered = shape.__match_args__[:1] == ("number",)  # type: ignore[attr-defined]
+    if numbered and number is None and shape is not DeliveryLost:
+        raise errors.LEDGER_CORRUPT(f"a {kind} record has no number")
     try:
-        return shape.from_data(number, data)
+        values = shape.values_of(data)
+        return shape(number, *values) if numbered else shape(*values)  # type: ignore[call-arg]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
         raise errors.LEDGER_CORRUPT(
             f"a {kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
         ) from None
-
-
-def _no_number(kind: Kind) -> errors.LedgerCorrupt:
-    return errors.LEDGER_CORRUPT(f"a {kind} record has no number")

@@ -18,8 +18,7 @@ from aiohttp import web
 
 from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.errors import GOING_ON, remedy
-from smartsearch_sidecar.ledger.describe import printable
-from smartsearch_sidecar.ledger.recorded_queries import readable_query
+from smartsearch_sidecar.ledger.describe import printable, readable_query
 from smartsearch_sidecar.ledger.recorder import utf8_safe
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
 from smartsearch_sidecar.web.edge.request import EdgeRequest

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
-from smartsearch_sidecar.ledger.describe import Tone, printable
-from smartsearch_sidecar.ledger.show import Filter, json_line, shown
+from smartsearch_sidecar.ledger.describe import Filter, Tone, json_line, printable, shown
 from smartsearch_sidecar.run.line import Line, decode_line
 from smartsearch_sidecar.run.record import KINDS, Kind, record_of
 from tests.fakes.journals import (

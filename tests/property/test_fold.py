@@ -19,7 +19,7 @@ from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan, Segment
 from smartsearch_sidecar.ledger.recovery import Action, Ending, judge
 from smartsearch_sidecar.ledger.resume import observe
-from smartsearch_sidecar.run.encoding import encode_json
+from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, claim_digest, draft, encode_line
 from smartsearch_sidecar.run.record import (
     KINDS,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.encoding import encode_json
+from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import (
     Draft,
     begins_with_record,
