@@ -33,24 +33,17 @@ from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, Out
 from smartsearch_sidecar.run.json_values import is_text
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
+# 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is still read, because it
+# says what it has cost.
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Bytes of one answer. 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is
-still read, because it says what it has cost."""
-
+# Attempts at a connection, each refused before anything was sent. The pause grows by itself with
+# each: a restarting proxy is back by then, and a dead helper is reported within a second.
 CONNECT_TRIES: Final = 3
-"""Attempts at a connection, each refused before anything was sent."""
-
 CONNECT_PAUSE_SECONDS: Final = 0.25
-"""Pause before the second attempt, twice as long before the third, and so on: a restarting proxy is
-back by then, and a dead helper is reported within a second."""
-
-CONNECT_SECONDS: Final = 10.0
-"""Seconds for one attempt at a connection: a black hole is not worth the whole timeout."""
-
+CONNECT_SECONDS: Final = 10.0  # for one attempt: a black hole is not worth the whole timeout
+# Well under the 5 s after which uvicorn (SGLang, vLLM) drops an idle connection: a call written to
+# one that the other end is just closing counts as sent, cannot be sent again, and ends the run.
 KEEPALIVE_SECONDS: Final = 1.0
-"""Idle seconds after which a connection is dropped, well under the 5 s after which uvicorn (SGLang,
-vLLM) drops it: a call written into a connection that the other end is just closing counts as sent,
-cannot be sent again, and would end the run."""
 
 _OK = 200
 _NOT_SHOWN = frozenset({404, 405, 501})
@@ -171,12 +164,8 @@ class Completions:
             raise errors.HELPER_ANSWER_INVALID(
                 "the helper's answer does not hold exactly one choice", usage=usage
             )
-        return _judge(
-            text=choices[0].get("text"),
-            usage=usage,
-            finish=choices[0].get("finish_reason"),
-            model=model,
-        )
+        finish = choices[0].get("finish_reason")
+        return _judge(text=choices[0].get("text"), usage=usage, finish=finish, model=model)
 
     def shown(self, raw: bytes, model: str) -> Mapping[str, str]:
         """The declared model must be among those served; ``root`` is what lies behind its name."""
@@ -187,9 +176,8 @@ class Completions:
             if card.get("id") == model:
                 root = card.get("root")
                 return {"id": model} | ({"root": root} if isinstance(root, str) else {})
-        raise _another_model(
-            model, {card["id"] for card in cards if isinstance(card.get("id"), str)}
-        )
+        names = {card["id"] for card in cards if isinstance(card.get("id"), str)}
+        raise _another_model(model, names)
 
 
 PROTOCOLS: Final[Mapping[Kind, SGLang | Completions]] = {
@@ -202,17 +190,10 @@ def address(url: str, path: str) -> tuple[str, str]:
     """The base address without the protocol's own path, and ``host:port`` for messages."""
     parts = urlsplit(url)
     try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if (
-        parts.scheme not in {"http", "https"}
-        or not parts.hostname
-        or port == 0
-        or parts.query
-        or parts.fragment
-        or parts.username is not None
-    ):
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username is not None:
         raise errors.CONFIG_INVALID(
             "reward.helper.url must be like http://127.0.0.1:9001, without user, query or fragment"
         )
