@@ -15,7 +15,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.doctor import loopback, machine, retriever, scoring
 from smartsearch_sidecar.doctor.findings import Finding, error, ok
-from smartsearch_sidecar.retrieval.registry import Progress
+from smartsearch_sidecar.retrieval.provider import Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
-from smartsearch_sidecar.retrieval.registry import Progress, open_configured
+from smartsearch_sidecar.retrieval.provider import Progress, open_configured
 from smartsearch_sidecar.run.line import draft, encode_line
 from smartsearch_sidecar.run.record import NativeCall, RetrievalAnswered, RetrievalRequested
 

@@ -33,8 +33,7 @@ from smartsearch_sidecar.process.endpoints import (
     raise_descriptor_limit,
     served_at,
 )
-from smartsearch_sidecar.retrieval.provider import Provider
-from smartsearch_sidecar.retrieval.registry import Progress
+from smartsearch_sidecar.retrieval.provider import Progress, Provider
 from smartsearch_sidecar.run.record import RunClosed
 from smartsearch_sidecar.search.service import Service
 from smartsearch_sidecar.web.app import App
