@@ -42,14 +42,8 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
     prepared,
     schema,
 )
-from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, CorpusPassage, Format
-from smartsearch_sidecar.retrieval.bm25.manifest import (
-    Manifest,
-    publish,
-    seal,
-    workshop,
-    write_once,
-)
+from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, Format
+from smartsearch_sidecar.retrieval.bm25.manifest import Manifest, publish, seal, workshop
 from smartsearch_sidecar.retrieval.passages import carries_tag
 
 BuildProgress = Callable[[str, int, int], None]
@@ -134,8 +128,7 @@ def build(
                 "sidecar": __version__,
             },
         )
-        write_once(folder / manifests.NAME, manifest.as_json())
-        publish(folder, out)
+        publish(folder, manifest, out)
     return manifest
 
 
@@ -221,7 +214,12 @@ def _index(
         for passage in reading:
             if carries_tag(passage.contents):
                 continue
-            writer.add_document(_document(passage, layout))
+            fields = {
+                ID: passage.id.encode(),
+                CONTENTS: passage.contents.encode(),
+                TEXT: prepared(passage.contents),
+            }
+            writer.add_document(tantivy.Document.from_dict(fields, layout))
             done += 1
             if done % _TELL_EVERY == 0:
                 patience()
@@ -236,15 +234,6 @@ def _index(
         _apart(writer.commit, patience)
         _apart(writer.wait_merging_threads, lambda: tell("merging", 0, 0))
     _check(folder, survey.passages)
-
-
-def _document(passage: CorpusPassage, layout: tantivy.Schema) -> tantivy.Document:
-    fields = {
-        ID: passage.id.encode(),
-        CONTENTS: passage.contents.encode(),
-        TEXT: prepared(passage.contents),
-    }
-    return tantivy.Document.from_dict(fields, layout)
 
 
 def _apart(call: Callable[[], object], waiting: Callable[[], None]) -> None:
@@ -324,15 +313,13 @@ class DistinctIds:
         buffer = self._buffers[bucket]
         buffer += _ENTRY.pack(digest, line)
         if len(buffer) >= self._block_bytes:
-            self._write(buffer)
+            view = memoryview(buffer)
+            while view:
+                view = view[self._spill.write(view) :]
+            view.release()  # a buffer that is viewed cannot be cleared
             self._offsets[bucket].append(self._end)
             self._end += len(buffer)
             buffer.clear()
-
-    def _write(self, block: bytearray) -> None:
-        view = memoryview(block)
-        while view:
-            view = view[self._spill.write(view) :]
 
     def first_repeat(self) -> tuple[int, int] | None:
         """The line of the first id that was there before, and where it was; or ``None``."""

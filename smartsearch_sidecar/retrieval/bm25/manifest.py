@@ -252,16 +252,14 @@ def seal(folder: Path, hashed: Callable[[int, int], None]) -> dict[str, FileFact
     return files
 
 
-def write_once(path: Path, content: bytes) -> None:
+def publish(folder: Path, manifest: Manifest, out: Path) -> None:
+    """The one moment at which the index comes into being."""
+    path = folder / NAME
     with path.open("xb") as file:
-        file.write(content)
+        file.write(manifest.as_json())
         file.flush()
         os.fsync(file.fileno())
     path.chmod(0o444)
-
-
-def publish(folder: Path, out: Path) -> None:
-    """The one moment at which the index comes into being."""
     folder.chmod(0o755)
     _sync(folder)
     folder.rename(out)
