@@ -67,14 +67,8 @@ async def _record(config: Path, questions: list[str]) -> list[Canary]:
         raise errors.CONFIG_INVALID(
             f"{config} has no complete [retrieval.flashrag]: set url, corpus_sha256, index_sha256"
         )
-    provider = FlashragProvider(
-        str(settings.url),
-        corpus_sha256=settings.corpus_sha256,
-        index_sha256=settings.index_sha256,
-        batch_max=settings.batch_max,
-        timeout_seconds=settings.timeout_seconds,
-        canaries=None,  # the configured file may be the one this command is to write
-    )
+    # The configured file may be the one this command is to write.
+    provider = FlashragProvider(settings.model_copy(update={"canaries": None}))
     try:
         await provider.start()
         return await record(provider, questions, top_n=TOP_N)

@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import MIB, plain_lines
-from smartsearch_sidecar.retrieval.bm25.formats import Format
+from smartsearch_sidecar.retrieval.bm25.corpus import Format
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.retrieval.bm25.build import BuildProgress

@@ -313,7 +313,7 @@ def _replayed(result: Replayed, strange: list[str]) -> Iterator[str]:
 
 async def _replay(run: Path, config: Config, progress: Progress) -> tuple[Replayed, list[str]]:
     from smartsearch_sidecar.retrieval.guard import Guard
-    from smartsearch_sidecar.retrieval.registry import open_configured
+    from smartsearch_sidecar.retrieval.provider import open_configured
 
     claim = await asyncio.to_thread(lambda: RunReader(run).read(CLAIM))
     claimed = json.loads(claim or b"{}").get("retrieval", {})

@@ -21,7 +21,7 @@ from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
-from smartsearch_sidecar.retrieval.registry import Progress, open_configured
+from smartsearch_sidecar.retrieval.provider import Progress, open_configured
 from smartsearch_sidecar.reward.helper import HelperClient
 from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.reward.scorer import Scorer

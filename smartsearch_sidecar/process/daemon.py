@@ -36,10 +36,13 @@ from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process import logs
 from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
-from smartsearch_sidecar.retrieval.cache import CachedSearch
-from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.retrieval.provider import Provider, WatchesItself
-from smartsearch_sidecar.retrieval.registry import Progress, open_configured
+from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
+from smartsearch_sidecar.retrieval.provider import (
+    Progress,
+    Provider,
+    WatchesItself,
+    open_configured,
+)
 from smartsearch_sidecar.run.record import RunClosed
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.service import Scoring

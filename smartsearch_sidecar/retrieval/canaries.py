@@ -41,28 +41,23 @@ class Canary:
     top_n: int
     documents: tuple[tuple[str, str], ...]
 
-    @property
-    def query_sha256(self) -> str:
-        """What messages call this canary: the query itself may be anything."""
-        return hashlib.sha256(self.query.encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class CanaryDifference:
-    """How one canary's answer differs from its record; ids, sorted."""
-
-    query_sha256: str
-    missing: tuple[str, ...]
-    new: tuple[str, ...]
-    changed: tuple[str, ...]
-
-    def describe(self) -> str:
-        """One clause for a message, bounded however long the retriever's ids are."""
-        parts = [f"canary {self.query_sha256[:16]}"]
-        for word, ids in (("missing", self.missing), ("new", self.new), ("changed", self.changed)):
-            if ids:
-                shown = ", ".join(repr(i[:40]) for i in ids[:3])
-                more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    def differing(self, documents: Sequence[Mapping[str, Any]]) -> str | None:
+        """How an answer differs from the record, as a clause for a message; ``None`` where it does
+        not. Bounded, however long the retriever's ids are; the query itself may be anything, so its
+        digest stands for it.
+        """
+        recorded, answered = dict(self.documents), dict(_pairs(documents))
+        if recorded == answered:
+            return None
+        parts = [f"canary {hashlib.sha256(self.query.encode()).hexdigest()[:16]}"]
+        for word, names in (
+            ("missing", recorded.keys() - answered.keys()),
+            ("new", answered.keys() - recorded.keys()),
+            ("changed", {i for i in recorded.keys() & answered if recorded[i] != answered[i]}),
+        ):
+            if names:
+                shown = ", ".join(repr(name[:40]) for name in sorted(names)[:3])
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 parts.append(f"{word} ids {shown}{more}")
         return ", ".join(parts)
 
@@ -98,19 +93,12 @@ def load(path: Path) -> tuple[Canary, ...]:
 
 def dump(canaries: Iterable[Canary]) -> bytes:
     """The bytes of a canary file."""
-    return b"".join(
-        orjson.dumps(
-            {
-                "query": canary.query,
-                "top_n": canary.top_n,
-                "documents": [
-                    {"id": name, "contents_sha256": digest} for name, digest in canary.documents
-                ],
-            },
-            option=orjson.OPT_APPEND_NEWLINE,
-        )
-        for canary in canaries
-    )
+    lines = []
+    for canary in canaries:
+        documents = [{"id": name, "contents_sha256": digest} for name, digest in canary.documents]
+        value = {"query": canary.query, "top_n": canary.top_n, "documents": documents}
+        lines.append(orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE))
+    return b"".join(lines)
 
 
 def _parse(line: bytes) -> Canary | str:
@@ -166,40 +154,31 @@ async def record(provider: Provider, queries: Sequence[str], *, top_n: int) -> l
     for number, (canary, answer) in enumerate(zip(canaries, again, strict=True), start=1):
         if isinstance(answer, BaseException):
             raise answer
-        if (difference := _compare(canary, answer)) is not None:
+        if (difference := canary.differing(answer)) is not None:
             raise errors.USAGE(
-                f"query {number} is answered differently beside others ({difference.describe()}) "
+                f"query {number} is answered differently beside others ({difference}) "
                 "and would close the latch of a good run; choose another"
             )
     return canaries
 
 
-async def check(provider: Provider, canaries: Sequence[Canary]) -> list[CanaryDifference]:
-    """The canaries whose answers differ; empty when the index is the recorded one.
-
-    One after the other, so that a round never crowds out the rollouts' searches. Raises
-    what the provider raises.
+async def check(provider: Provider, canaries: Sequence[Canary]) -> None:
+    """Raises ``IdentityChanged`` that says which canaries are answered differently and how, and
+    what the provider raises. One after the other, so that a round never crowds out the rollouts'
+    searches.
     """
     differences = []
     for canary in canaries:
-        difference = _compare(canary, await provider.search(canary.query, canary.top_n))
+        difference = canary.differing(await provider.search(canary.query, canary.top_n))
         if difference is not None:
             differences.append(difference)
-    return differences
-
-
-def _compare(canary: Canary, documents: Sequence[Mapping[str, Any]]) -> CanaryDifference | None:
-    recorded, answered = dict(canary.documents), dict(_pairs(documents))
-    if recorded == answered:
-        return None
-    return CanaryDifference(
-        query_sha256=canary.query_sha256,
-        missing=tuple(sorted(recorded.keys() - answered.keys())),
-        new=tuple(sorted(answered.keys() - recorded.keys())),
-        changed=tuple(
-            sorted(i for i in recorded.keys() & answered.keys() if recorded[i] != answered[i])
-        ),
-    )
+    if differences:
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise errors.IDENTITY_CHANGED(
+            "the retriever does not serve the recorded corpus or index: "
+            f"{len(differences)} of {len(canaries)} canaries differ: "
+            f"{'; '.join(differences[:3])}{more}"
+        )
 
 
 def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
@@ -212,16 +191,6 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
             )
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
-
-
-def changed(differences: Sequence[CanaryDifference], asked: int) -> errors.RetrievalError:
-    """The fault that says which canaries differ and how."""
-    shown = "; ".join(difference.describe() for difference in differences[:3])
-    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-    return errors.IDENTITY_CHANGED(
-        f"the retriever does not serve the recorded corpus or index: {len(differences)} of {asked} "
-        f"canaries differ: {shown}{more}"
-    )
 
 
 # --- asking while a run goes on ------------------------------------------------------------------
@@ -268,7 +237,7 @@ class CanaryWatch:
     async def round(self) -> None:
         """Asks every canary once and sets ``fault``; raises nothing but cancellation."""
         try:
-            differences = await check(self._provider, self._canaries)
+            await check(self._provider, self._canaries)
         except errors.ProviderTransport as error:
             self._unreached += 1
             if self._unreached >= TRANSPORT_FAULTS_MAX:
@@ -286,9 +255,7 @@ class CanaryWatch:
             self._fail(errors.PROVIDER_FAULT(f"asking a canary raised {type(error).__name__}"))
         else:
             self._unreached = 0
-            if differences:
-                self._fail(changed(differences, len(self._canaries)))
-            elif not errors.IDENTITY_CHANGED.matches(self.fault):
+            if not errors.IDENTITY_CHANGED.matches(self.fault):
                 self.fault = None
         self.rounds += 1
 

@@ -1,19 +1,28 @@
-"""The one guard around all providers: identity, limits, retries, classification, document checks.
+"""The one guard around all providers: identity, limits, retries, classification, document checks;
+and in front of it the cache: identical searches in flight are shared, repeats of one are cached.
 
 A provider may raise anything and answer anything; what leaves this module is either ``Found`` or
 one of the named retrieval errors. The rules for a document are the reference's: exactly ``id``,
 ``contents`` and optionally ``score``; id and contents non-empty after strip; ids distinct; passages
 joined by one blank line.
+
+A search runs in a task of its own, so that a caller that leaves or runs out of time neither cancels
+it for others nor waits for it: its late result is dropped, or serves the next request that asks
+alike.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, Final, Literal
+
+from cachetools import LRUCache
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.passages import Found, Passage, found_of, read_passage
+from smartsearch_sidecar.retrieval.passages import Found, found_of, read_passage
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256
 
@@ -24,27 +33,21 @@ RETRY_GROWTH: Final = 4
 RETRY_SECONDS_MAX: Final = 2.0
 """Of one pause: 0.25 s, 1 s, then 2 s each; a deadline holds few more."""
 
+Outcome = Literal["miss", "shared", "hit"]
+Key = tuple[str, int | None]
+"""A query and how many passages are asked for; ``None`` is the contract's number."""
+
 
 class Guard:
     """Owns every call to the provider of a run."""
 
     def __init__(
-        self,
-        provider: Provider,
-        *,
-        top_n: int,
-        retries: int,
-        drop_tagged: bool,
-        watch_drift: bool,
+        self, provider: Provider, *, top_n: int, retries: int, drop_tagged: bool, watch_drift: bool
     ) -> None:
-        """
-        Args:
-            provider: the backend of the run.
-            top_n: passages of a search that does not say how many.
-            retries: further tries after a transport fault.
-            drop_tagged: leave passages with protocol tags out; otherwise they are
-                ``DocumentInvalid``.
-            watch_drift: remember a digest (16 bytes with its id) per document of a remote provider.
+        """``top_n`` passages where a search does not say how many; ``retries`` further tries after
+        a transport fault; ``drop_tagged`` leaves passages with protocol tags out, which are
+        ``DocumentInvalid`` otherwise; ``watch_drift`` remembers a digest (16 bytes with its id) per
+        document of a remote provider.
         """
         self.provider = provider
         self.top_n = top_n
@@ -57,9 +60,8 @@ class Guard:
     async def claim_identity(self) -> dict[str, Any]:
         """Asks the provider what it serves, and holds it to that from now on.
 
-        Raises:
-            ConfigError: the identity lacks one of the two digests.
-            ProviderFault: the provider could not say.
+        Raises ``ConfigError`` where the identity lacks a digest, ``ProviderFault`` where the
+        provider could not say.
         """
         identity = await self._ask_identity()
         for key in ("corpus_sha256", "index_sha256"):
@@ -93,15 +95,10 @@ class Guard:
             )
 
     async def search(self, query: str, deadline: float, top_n: int | None = None) -> Found:
-        """One search, and the identity checked after it.
+        """One search, and the identity checked after it. Raises a ``RetrievalError``.
 
-        Args:
-            deadline: seconds of the loop's clock after which no further try begins. The search
-                itself is not bounded here: its caller bounds the wait (``CachedSearch.find``).
-            top_n: passages at most; the contract's where it is not given.
-
-        Raises:
-            RetrievalError: the one that names what failed.
+        After ``deadline`` (loop clock) no further try begins. The search itself is not bounded
+        here: its caller bounds the wait (``CachedSearch.find``).
         """
         asked = self.top_n if top_n is None else top_n
         documents = await self._ask(query, deadline, asked)
@@ -151,9 +148,12 @@ class Guard:
         if len({passage.id for passage, _ in passages}) != len(passages):
             raise errors.DOCUMENT_INVALID("the provider answered the same document id twice")
         dropped: list[Mapping[str, str]] = []
+        seen = self._seen
         for position, (passage, _) in enumerate(passages, 1):
-            if self._seen is not None:
-                self._check_drift(passage, self._seen)
+            if seen is not None and passage.digest != seen.setdefault(passage.key, passage.digest):
+                raise errors.DOCUMENT_DRIFT(
+                    f"document {passage.id[:80]!r} has other contents than earlier in this run"
+                )
             if passage.tagged:
                 if not self._drop_tagged:
                     raise errors.DOCUMENT_INVALID(
@@ -164,8 +164,93 @@ class Guard:
             passages = [pair for pair in passages if not pair[0].tagged]
         return found_of(passages, dropped)
 
-    def _check_drift(self, passage: Passage, seen: dict[bytes, bytes]) -> None:
-        if seen.setdefault(passage.key, passage.digest) != passage.digest:
-            raise errors.DOCUMENT_DRIFT(
-                f"document {passage.id[:80]!r} has other contents than earlier in this run"
-            )
+
+class CachedSearch:
+    """What the service asks: one query, one deadline, one named outcome."""
+
+    def __init__(self, guard: Guard, *, cache_bytes: int) -> None:
+        """``cache_bytes`` of 0 also turns the sharing of searches in flight off."""
+        self.guard = guard
+        self._share = cache_bytes > 0
+        # By query and answer, least recently used first: values are sized without their keys.
+        self.cache: LRUCache[Key, tuple[str, Found]] = LRUCache(
+            cache_bytes, getsizeof=lambda kept: len(kept[0]) + kept[1].size
+        )
+        self._flights: dict[Key, asyncio.Task[Found]] = {}
+        self._tasks: set[asyncio.Task[Found]] = set()
+
+    async def find(
+        self, query: str, deadline: float, top_n: int | None = None
+    ) -> tuple[Found, Outcome]:
+        """The documents of ``query``, and whether they cost a search.
+
+        Raises ``DeadlinePassed`` at ``deadline`` (loop clock), or what the guard raised.
+        """
+        key = (query, None if top_n == self.guard.top_n else top_n)
+        kept = self.cache.get(key)
+        if kept is not None:
+            return kept[1], "hit"
+        outcome: Outcome = "shared"
+        flight = self._flights.get(key)
+        if flight is None:
+            outcome = "miss"
+            flight = self._start(key, deadline)
+        return await _until(flight, deadline), outcome
+
+    def _start(self, key: Key, deadline: float) -> asyncio.Task[Found]:
+        query, top_n = key
+        search = self.guard.search(query, deadline, top_n)
+        loop = asyncio.get_running_loop()
+        if sys.version_info >= (3, 12):
+            # It runs at once as far as it can: one that need not wait costs no turn of the loop.
+            task = asyncio.Task(search, loop=loop, eager_start=True)
+        else:
+            task = loop.create_task(search)
+        if task.done():
+            self._ended(key, task)
+            return task
+        self._tasks.add(task)
+        if self._share:
+            self._flights[key] = task
+        task.add_done_callback(lambda done: self._ended(key, done))
+        return task
+
+    def _ended(self, key: Key, task: asyncio.Task[Found]) -> None:
+        self._tasks.discard(task)
+        if self._flights.get(key) is task:
+            del self._flights[key]
+        if not task.cancelled() and task.exception() is None and self._share:
+            with suppress(ValueError):  # an answer larger than the whole cache is not kept
+                self.cache[key] = (key[0], task.result())
+
+    async def close(self) -> None:
+        """Cancels the searches still running, which no request awaits, and closes the provider."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.guard.provider.close()
+
+
+async def _until(flight: asyncio.Task[Found], deadline: float) -> Found:
+    """The flight's result, or ``DeadlinePassed``; neither the wait's end nor its cancellation
+    touches the flight. One future and one timer: half of what ``timeout_at`` and ``shield`` cost.
+    """
+    if flight.done():
+        return flight.result()
+    loop = asyncio.get_running_loop()
+    turn: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not turn.done():
+            turn.set_result(None)
+
+    flight.add_done_callback(wake)
+    timer = loop.call_at(deadline, wake)
+    try:
+        await turn
+    finally:
+        timer.cancel()
+        flight.remove_done_callback(wake)
+    if not flight.done():
+        raise errors.DEADLINE_PASSED("the search was still running at the deadline")
+    return flight.result()

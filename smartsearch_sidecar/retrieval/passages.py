@@ -28,6 +28,12 @@ PASSAGE_TAG = re.compile(r"</?(?:search|result|answer|think)>|<\|[^|<>\s]{1,64}\
 _BETWEEN = "\n\n"  # passages are joined by one blank line: the redundancy penalty splits there
 
 
+def carries_tag(contents: str) -> bool:
+    """Whether a passage would forge or end a block of the rollout."""
+    # Every tag begins with "<", which most passages lack: looking for that first is much cheaper.
+    return "<" in contents and PASSAGE_TAG.search(contents) is not None
+
+
 class Found(NamedTuple):
     """What one search found, encoded once and recorded as often as it is asked.
 
@@ -117,7 +123,7 @@ def _passage(name: str, contents: str) -> Passage | str:
         id=name,
         json=b'{"id":%s,"contents":%s,"score":' % (name_json, text_json),
         contents=contents,
-        tagged="<" in contents and PASSAGE_TAG.search(contents) is not None,
+        tagged=carries_tag(contents),
         key=hashlib.blake2b(name_json, digest_size=8).digest(),
         digest=hashlib.blake2b(text_json, digest_size=8).digest(),
     )

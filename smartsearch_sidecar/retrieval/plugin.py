@@ -14,7 +14,7 @@ own, several at once: **an object that is not safe for threads must lock for its
 are plain functions, not coroutines. A call that never returns holds its thread, but neither the
 loop nor the end of the process (``threads.py``).
 
-Apart from ``registry.py``, which opens it: one backend a file.
+Apart from ``provider.py``, which opens it: one backend a file.
 """
 
 from __future__ import annotations
@@ -52,17 +52,9 @@ async def open_plugin(spec: str) -> PluginProvider:
 
 
 class PluginProvider:
-    """Runs a plain Python retriever off the loop.
+    """Runs a plain Python retriever off the loop. ``spec`` is also the provider's name."""
 
-    Args:
-        spec: ``module:factory``, as in ``retrieval.provider``; also the provider's ``name``.
-        threads: calls of the object at once.
-
-    Raises:
-        ConfigError: ``spec`` has another form.
-    """
-
-    def __init__(self, spec: str, *, threads: int = THREADS) -> None:
+    def __init__(self, spec: str) -> None:
         if not _SPEC.fullmatch(spec):
             raise errors.CONFIG_INVALID(
                 f"retrieval.provider = {spec!r} cannot be used: it must be bm25, flashrag, or a "
@@ -70,14 +62,13 @@ class PluginProvider:
             )
         self.name = spec
         self.remote = True
-        self._threads = RetrieverThreads(threads, spec)
+        self._threads = RetrieverThreads(THREADS, spec)
         self._object: Any = None
 
     async def start(self) -> None:
         """Imports the module, calls the factory and asks for the first fingerprint.
 
-        Raises:
-            ConfigError: one of these failed, or the fingerprint lacks a digest.
+        Raises ``ConfigError`` where one of these fails, or the fingerprint lacks a digest.
         """
         self._object = await self._threads.run(lambda: _made(self.name))
         self.remote = getattr(self._object, "remote", True) is not False
@@ -95,12 +86,7 @@ class PluginProvider:
                 )
 
     async def identity(self) -> Mapping[str, Any]:
-        """The object's fingerprint as JSON values.
-
-        Raises:
-            ProviderFault: the fingerprint is not a mapping of JSON values.
-            Exception: what ``fingerprint()`` itself raises.
-        """
+        """The object's fingerprint as JSON values. Raises what ``fingerprint()`` itself raises."""
         return await self._threads.run(lambda: _identity(self._object.fingerprint()))
 
     async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
@@ -111,11 +97,7 @@ class PluginProvider:
         return found
 
     async def close(self) -> None:
-        """Calls the object's ``close``, if it has one; calls still running are left behind.
-
-        Raises:
-            ProviderFault: ``close`` took longer than ``CLOSE_SECONDS``.
-        """
+        """Calls the object's ``close``, if it has one; calls still running are left behind."""
         made, self._object = self._object, None
         closing = getattr(made, "close", None)
         try:

@@ -1,4 +1,4 @@
-"""What a retrieval backend is: the Protocol that every provider implements.
+"""What a retrieval backend is: the Protocol that every provider implements, and how one is opened.
 
 The one guard around all of them (limits, retries, classification, document checks) is ``guard.py``.
 """
@@ -6,9 +6,15 @@ The one guard around all of them (limits, retries, classification, document chec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.config.keys import PROVIDERS
+
+Progress = Callable[[int, int], None]
+"""Told bytes verified, and bytes in all."""
 
 
 @runtime_checkable
@@ -78,3 +84,21 @@ class WatchesItself(Protocol):
     """
 
     on_fault: Callable[[errors.RetrievalError], None] | None
+
+
+async def open_configured(config: Config, progress: Progress | None = None) -> Provider:
+    """Opens what the configuration names, off the loop where it blocks: a backend's folder has the
+    name of its key, and a file ``provider.py``.
+
+    Raises ``IndexUnusable``, ``ConfigError`` or
+    a ``RetrievalError`` with a sentence for the operator.
+    """
+    name = config.retrieval.provider
+    # Only the backend that is used is imported: each brings libraries that take long to load.
+    if name not in PROVIDERS:
+        from smartsearch_sidecar.retrieval.plugin import open_plugin
+
+        return await open_plugin(name)
+    backend = import_module(f"smartsearch_sidecar.retrieval.{name}.provider")
+    opened: Provider = await backend.open_configured(config, progress)
+    return opened

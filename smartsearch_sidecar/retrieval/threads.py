@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from smartsearch_sidecar import errors
@@ -19,12 +20,7 @@ _T = TypeVar("_T")
 
 
 class RetrieverThreads:
-    """A fixed number of daemon threads that take calls in order.
-
-    Args:
-        count: threads, so calls at once.
-        name: begins the name of each thread.
-    """
+    """``count`` daemon threads that take calls in order."""
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
@@ -41,8 +37,7 @@ class RetrieverThreads:
     async def run(self, call: Callable[[], _T]) -> _T:
         """What ``call`` returns or raises. A caller that leaves before its turn frees the turn.
 
-        Raises: ``ProviderFault`` after ``stop``, and where ``call`` raises what cannot cross to the
-        loop.
+        Raises ``ProviderFault`` after ``stop``, and for what cannot cross to the loop.
         """
         if self._stopped:
             raise _closed()
@@ -55,13 +50,10 @@ class RetrieverThreads:
         if self._stopped:
             return
         self._stopped = True
-        while True:
-            try:
-                item = self._calls.get_nowait()
-            except queue.Empty:
-                break
-            if item is not None and item[0].set_running_or_notify_cancel():
-                item[0].set_exception(_closed())
+        with suppress(queue.Empty):
+            while (item := self._calls.get_nowait()) is not None:
+                if item[0].set_running_or_notify_cancel():
+                    item[0].set_exception(_closed())
         for _ in self._threads:
             self._calls.put(None)
 

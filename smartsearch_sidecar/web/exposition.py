@@ -113,7 +113,7 @@ def _searches(run: ServedRun) -> Iterator[tuple[str, Sample]]:
     yield "search_seconds", ((), (run.observer.search, 0))
     for outcome, count in state.cache.items():
         yield "search_cache_total", ((outcome,), count)
-    yield "search_cache_bytes", ((), service.retrieval.cache.bytes)
+    yield "search_cache_bytes", ((), service.retrieval.cache.currsize)
     for reason, count in state.declined_by.items():
         yield "declined_total", ((reason,), count)
     asked = state.declined + state.attempts

@@ -22,8 +22,7 @@ from smartsearch_sidecar.contract.execute import (
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.process.sockets import bind
-from smartsearch_sidecar.retrieval.cache import CachedSearch
-from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.run.line import Draft, draft, encode_line
 from smartsearch_sidecar.run.record import NativeCall, RetrievalAnswered, RetrievalRequested
 from smartsearch_sidecar.run.slots import Slots

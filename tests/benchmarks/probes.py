@@ -57,7 +57,7 @@ def search(how: str, index: str, queries: str, seconds: str, threads: str) -> di
     if how == "plain":
         ask = plain_search(index)
     else:
-        ours = verify_and_open(index)
+        ours = verify_and_open(Path(index))
         ask = lambda question: ours.search(question, TOP_N)  # noqa: E731 - the other branch's twin
     lines = json.loads(Path(queries).read_text())
     count, until = int(threads), time.monotonic() + float(seconds)

@@ -78,7 +78,7 @@ class Retriever:
         if index is not None:
             from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 
-            self._index = verify_and_open(index)
+            self._index = verify_and_open(Path(index))
 
     def fingerprint(self) -> dict[str, str]:
         return {"corpus_sha256": CORPUS_SHA256, "index_sha256": INDEX_SHA256}

@@ -168,7 +168,7 @@ def test_records_are_measured(tmp_path: Path, index: Path) -> None:
     try:
         passages = sum(len(item["contents"]) for item in opened.search("history", 5))
     finally:
-        opened.close()
+        opened.files.close()
     text = found["free space"]["text"]
     measured = int(text.rpartition("(")[2].split()[0].replace(",", ""))
     assert 600 < measured < 20_000 + passages

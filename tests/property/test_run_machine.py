@@ -50,8 +50,7 @@ from smartsearch_sidecar.ledger.history import History
 from smartsearch_sidecar.ledger.reader import RunReader, Scan
 from smartsearch_sidecar.ledger.resume import reopen
 from smartsearch_sidecar.ledger.start import begin, take_directory
-from smartsearch_sidecar.retrieval.cache import CachedSearch
-from smartsearch_sidecar.retrieval.guard import Guard
+from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.run.line import Line
 from smartsearch_sidecar.run.record import Record, RunClosed
 from smartsearch_sidecar.run.slots import Slots

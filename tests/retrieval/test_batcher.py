@@ -86,11 +86,7 @@ async def test_arrivals_gather_while_a_call_is_out() -> None:
     assert desk.calls[2:] == [(5, ["e"])]
     desk.answer()
     assert await asyncio.gather(*first, *later) == ["a@5", "b@5", "c@5", "d@5", "e@5"]
-    assert (gather.statistics.searches, gather.statistics.calls, gather.statistics.keys) == (
-        5,
-        3,
-        5,
-    )
+    assert len(desk.calls) == 3
 
 
 async def test_identical_searches_of_a_call_are_asked_once() -> None:
@@ -390,9 +386,11 @@ async def test_the_next_call_waits_for_those_just_answered() -> None:
 async def test_a_full_call_does_not_linger() -> None:
     """With as many waiting as a call may take there is nobody to wait for."""
     begun = asyncio.Event()
+    calls: list[list[str]] = []
 
     async def slow(_lane: int, keys: Sequence[str]) -> list[str]:
         begun.set()
+        calls.append(list(keys))
         await asyncio.sleep(0.06)
         return list(keys)
 
@@ -401,9 +399,10 @@ async def test_a_full_call_does_not_linger() -> None:
     await begun.wait()
     others = [asyncio.create_task(gather.submit(5, key)) for key in "bcd"]
     await first
-    assert gather.statistics.calls == 2
+    await settle()  # far less than a linger
+    assert len(calls) == 2
     await asyncio.gather(*others)
-    assert gather.statistics.calls == 3
+    assert len(calls) == 3
 
 
 async def test_closing_while_it_lingers_fails_what_waits() -> None:

@@ -28,7 +28,6 @@ from smartsearch_sidecar.retrieval.bm25.provider import (
     WORDS_MAX,
     Bm25Index,
     Bm25Provider,
-    open_provider,
     verify_and_open,
 )
 from smartsearch_sidecar.retrieval.guard import Guard
@@ -70,6 +69,11 @@ def vital(vital_articles: Path, tmp_path_factory: pytest.TempPathFactory) -> Bm2
     out = tmp_path_factory.mktemp("vital") / "index"
     build(vital_articles, out)
     return verify_and_open(out)
+
+
+async def opened(folder: Path) -> Bm25Provider:
+    """The provider over the index in ``folder``."""
+    return Bm25Provider(await asyncio.to_thread(verify_and_open, folder))
 
 
 def ids(documents: list[dict[str, Any]]) -> list[str]:
@@ -255,7 +259,7 @@ def test_sentences_find_their_article(vital: Bm25Index, vital_articles: Path) ->
 
 async def test_it_is_a_provider(built: Path) -> None:
     """It serves through the guard, and its identity is that of corpus and index."""
-    provider = await asyncio.to_thread(open_provider, built)
+    provider = await opened(built)
     assert isinstance(provider, Provider)
     guard = Guard(provider, top_n=5, retries=0, drop_tagged=True, watch_drift=True)
     manifest = provider.index.manifest
@@ -275,7 +279,7 @@ async def test_it_is_a_provider(built: Path) -> None:
 @pytest.mark.both_loops
 async def test_searches_run_side_by_side_off_the_loop(built: Path) -> None:
     """Many searches at once are answered as they are one by one, in threads of the provider."""
-    provider = await asyncio.to_thread(open_provider, built)
+    provider = await opened(built)
     questions = ["tide", "mortar", "café", "灯台", "be", "", "night"] * 20
     together = await asyncio.gather(*(provider.search(question, 5) for question in questions))
     assert together == [provider.index.search(question, 5) for question in questions]
@@ -288,7 +292,7 @@ async def test_searches_run_side_by_side_off_the_loop(built: Path) -> None:
 @pytest.mark.both_loops
 async def test_a_search_that_is_given_up_harms_no_other(built: Path) -> None:
     """Cancelled searches leave the provider whole, and closing it waits for nobody for ever."""
-    provider = await asyncio.to_thread(open_provider, built)
+    provider = await opened(built)
     long = " ".join(f"tide{n} water" for n in range(500))
     tasks = [asyncio.create_task(provider.search(long, 5)) for _ in range(20)]
     await asyncio.sleep(0)
@@ -304,11 +308,11 @@ async def test_a_search_that_is_given_up_harms_no_other(built: Path) -> None:
 async def test_closing_gives_back_every_descriptor(built: Path) -> None:
     """An opened and closed provider holds no file, and a failed opening none either."""
     before = len(os.listdir("/proc/self/fd"))
-    provider = await asyncio.to_thread(open_provider, built)
+    provider = await opened(built)
     await provider.search("tide", 5)
     await provider.close()
     with raises(errors.INDEX_UNUSABLE):
-        await asyncio.to_thread(open_provider, built / "missing")
+        await opened(built / "missing")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -503,7 +507,7 @@ async def test_a_change_under_a_served_index_is_seen(
     ending: str, change: str, folder: Path
 ) -> None:
     """Whatever happens to a file while it is served, the next look at the identity names it."""
-    provider = await asyncio.to_thread(open_provider, folder)
+    provider = await opened(folder)
     path = segment_file(folder, ending)
     await provider.identity()
     CHANGES[change](path)
@@ -516,7 +520,7 @@ async def test_a_change_under_a_served_index_is_seen(
 @pytest.mark.may_block("a folder that was touched is looked through once; then the run is over")
 async def test_another_index_in_its_place_is_seen(folder: Path, built: Path) -> None:
     """A served folder that was moved aside for another one is noticed, even for its own copy."""
-    provider = await asyncio.to_thread(open_provider, folder)
+    provider = await opened(folder)
     os.rename(folder, folder.with_name("aside"))
     with raises(errors.IDENTITY_CHANGED, match="went away"):
         await provider.identity()
@@ -533,7 +537,7 @@ async def test_what_does_not_matter_changes_nothing(folder: Path) -> None:
     """
     link = folder.with_name("current")
     link.symlink_to(folder)
-    provider = await asyncio.to_thread(open_provider, link)
+    provider = await opened(link)
     before = await provider.identity()
     shutil.copy(CORPUS, folder)
     os.chmod(folder, 0o700)
@@ -560,7 +564,7 @@ async def test_damage_that_comes_later_is_a_fault(
     """A verified file that is overwritten under a search is a named fault, never an empty answer
     and never something that passes by `except Exception`.
     """
-    provider = await asyncio.to_thread(open_provider, folder)
+    provider = await opened(folder)
     path = segment_file(folder, ending)
     overwrite(path, seed)
     for question in ("tide", "be"):
@@ -575,6 +579,6 @@ async def test_damage_that_comes_later_is_a_fault(
 
 def test_provider_needs_no_loop_to_be_made(built: Path) -> None:
     """A provider may be opened in a thread, before or beside the loop."""
-    provider = open_provider(built)
+    provider = Bm25Provider(verify_and_open(built))
     assert isinstance(provider, Bm25Provider)
     asyncio.run(provider.close())

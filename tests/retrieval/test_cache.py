@@ -7,9 +7,7 @@ import asyncio
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.cache import CachedSearch, SearchCache
-from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.retrieval.passages import Found
+from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from tests.fakes.provider import FakeProvider
 from tests.fakes.raised import raises
 
@@ -112,17 +110,24 @@ async def test_a_failure_is_told_to_all_and_not_kept() -> None:
     assert (await retrieval.find("q", FAR))[1] == "miss"
 
 
-def test_cache_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
+async def test_cache_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
     """The cache never holds more than its bound; what is asked again stays."""
-    found = Found(b"[]", "x" * 1000, ())
-    cache = SearchCache(4 * (found.size + 1))
-    for query in "abcd":
-        cache.put((query, None), found)
-    assert cache.get(("a", None)) is found
-    cache.put(("e", None), found)
-    assert cache.get(("b", None)) is None
-    assert cache.get(("a", None)) is found
-    assert len(cache) == 4
-    assert cache.bytes <= 4 * (found.size + 1)
-    cache.put(("huge", None), Found(b"[]", "x" * 100_000, ()))
-    assert cache.get(("huge", None)) is None
+    provider = FakeProvider()
+    provider.answer = lambda query: [
+        {"id": "1", "contents": "x" * (100_000 if query == "huge" else 1000)}
+    ]
+    found, _ = await (await fronted(provider)).find("a", FAR)
+    entry = found.size + 1
+    retrieval = await fronted(provider, 4 * entry)
+
+    async def outcome(query: str) -> str:
+        return (await retrieval.find(query, FAR))[1]
+
+    assert [await outcome(query) for query in "abcd"] == ["miss"] * 4
+    assert await outcome("a") == "hit"
+    assert await outcome("e") == "miss"
+    assert {query for query, _ in retrieval.cache} == set("acde")
+    assert retrieval.cache.currsize == 4 * entry
+    assert [await outcome("huge") for _ in range(2)] == ["miss", "miss"]
+    assert [await outcome(query) for query in "cdae"] == ["hit"] * 4
+    assert await outcome("b") == "miss"

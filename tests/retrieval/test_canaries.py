@@ -16,9 +16,9 @@ from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.canaries import (
     CANARY_SECONDS,
     Canary,
-    CanaryDifference,
     CanaryWatch,
 )
+from tests.fakes.raised import raises
 
 
 class Shelf:
@@ -132,7 +132,7 @@ async def test_answers_are_compared_as_sets_and_one_after_the_other() -> None:
     recorded = await canaries.record(provider, ["who", "where"], top_n=5)
     provider.answers["who"].reverse()
     provider.most = 0
-    assert await canaries.check(provider, recorded) == []
+    await canaries.check(provider, recorded)
     assert provider.most == 1
 
 
@@ -141,22 +141,24 @@ async def test_differences_name_missing_new_and_changed_ids() -> None:
     provider = shelf()
     recorded = await canaries.record(provider, ["who", "where"], top_n=5)
     provider.answers["who"] = [("1", "one, edited"), ("9", "nine")]
-    assert await canaries.check(provider, recorded) == [
-        CanaryDifference(sha("who"), missing=("2",), new=("9",), changed=("1",))
-    ]
-    [difference] = await canaries.check(provider, recorded)
-    assert difference.describe() == (
-        f"canary {sha('who')[:16]}, missing ids '2', new ids '9', changed ids '1'"
+    with raises(errors.IDENTITY_CHANGED, match="1 of 2 canaries differ: ") as refused:
+        await canaries.check(provider, recorded)
+    assert refused.value.message.endswith(
+        f"differ: canary {sha('who')[:16]}, missing ids '2', new ids '9', changed ids '1'"
     )
 
 
-def test_a_message_is_bounded_whatever_the_ids_are() -> None:
+async def test_a_message_is_bounded_whatever_the_ids_are() -> None:
     """Ids come from the other end: few are shown, cut and quoted."""
-    ids = tuple(f"{n}\n" + "x" * 500 for n in range(50))
-    differences = [
-        CanaryDifference(sha(str(n)), missing=ids, new=ids, changed=()) for n in range(9)
+    shelf = {str(n): [(f"{k}\n" + "x" * 500, "y") for k in range(50)] for n in range(9)}
+    recorded = [
+        Canary(query, 50, tuple(("r" + name, "a" * 64) for name, _ in documents))
+        for query, documents in shelf.items()
     ]
-    message = canaries.changed(differences, 9).message
+    with raises(errors.IDENTITY_CHANGED) as refused:
+        await canaries.check(Shelf(shelf), recorded)
+    message = refused.value.message
+    assert ("missing ids" in message, "new ids" in message) == (True, True)
     assert len(message) < 2000
     assert "\n" not in message
     assert "47 more" in message
@@ -165,10 +167,7 @@ def test_a_message_is_bounded_whatever_the_ids_are() -> None:
 
 @pytest.mark.parametrize(
     "answer, said",
-    [
-        ([], "no document"),
-        (lambda beside: [("1", "one" if beside == 1 else "two")], "differently"),
-    ],
+    [([], "no document"), (lambda beside: [("1", "one" if beside == 1 else "two")], "differently")],
 )
 async def test_record_refuses_a_query_that_would_be_no_canary(answer: object, said: str) -> None:
     """A query without documents, or whose answer depends on company, is refused by number."""

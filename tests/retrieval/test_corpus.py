@@ -9,6 +9,7 @@ import json
 import tempfile
 import tracemalloc
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.retrieval.bm25.build import DistinctIds
 from smartsearch_sidecar.retrieval.bm25.corpus import (
+    ENTRY_BYTES_MAX,
     ID_CHARACTERS_MAX,
     Corpus,
     CorpusPassage,
-    carries_tag,
+    Format,
+    vital,
 )
-from smartsearch_sidecar.retrieval.bm25.duplicate_ids import DistinctIds
-from smartsearch_sidecar.retrieval.bm25.formats import ENTRY_BYTES_MAX, Format, vital
-from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX
+from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX, carries_tag
 from tests.fakes.raised import raises
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
@@ -319,7 +321,7 @@ def test_the_tag_rule_is_the_guards(text: str) -> None:
 
 def repeated(ids: Iterable[str], folder: Path) -> tuple[int, int] | None:
     """Line and earlier line of the first repeated id; lines count from 1, buffers hold two ids."""
-    with DistinctIds(folder, block_bytes=48) as distinct:
+    with closing(DistinctIds(folder, block_bytes=48)) as distinct:
         for line, identifier in enumerate(ids, 1):
             distinct.add(identifier, line)
         return distinct.first_repeat()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar.client import Answered, Client
+from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 from tests.fakes.process import DaemonProcess, environment, running, start, toml
 from tests.fakes.retriever_process import RetrieverProcess
@@ -177,14 +178,14 @@ async def test_restarted_with_another_index(tmp_path: Path) -> None:
     no search has to.
     """
     with RetrieverProcess() as retriever:
-        provider = FlashragProvider(
-            retriever.url,
+        settings = FlashRagSection(
+            url=retriever.url,
             corpus_sha256=CORPUS,
             index_sha256=INDEX,
-            batch_max=32,
             timeout_seconds=5.0,
             canaries=await asyncio.to_thread(recorded, tmp_path, retriever),
         )
+        provider = FlashragProvider(settings)
         await provider.start()
         async with served(tmp_path / "run", provider=provider) as run:
             assert (await run.execute("good"))[0] == 200

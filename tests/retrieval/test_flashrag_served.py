@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from smartsearch_sidecar.commands import app
+from smartsearch_sidecar.config import FlashRagSection
+from smartsearch_sidecar.retrieval.canaries import CANARY_SECONDS
 from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 from tests.fakes.process import ROOT, toml
 from tests.fakes.retriever import FakeRetriever
@@ -17,16 +19,18 @@ from tests.fakes.served import Served, served
 from tests.fakes.until import until
 
 
-def provider_for(retriever: FakeRetriever, **keys: Any) -> FlashragProvider:
+def provider_for(
+    retriever: FakeRetriever, canary_seconds: float = CANARY_SECONDS, **keys: Any
+) -> FlashragProvider:
     settings: dict[str, Any] = {
+        "url": retriever.url,
         "corpus_sha256": "c" * 64,
         "index_sha256": "1" * 64,
         "batch_max": 32,
         "timeout_seconds": 0.5,
-        "canaries": None,
         **keys,
     }
-    return FlashragProvider(retriever.url, **settings)
+    return FlashragProvider(FlashRagSection(**settings), canary_seconds=canary_seconds)
 
 
 async def expect_cause(run: Served, cause: str, code: str = "retrieval_failed") -> None:

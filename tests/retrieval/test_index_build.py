@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.build import FANOUT, Sizing, build, plan
-from smartsearch_sidecar.retrieval.bm25.formats import Format
+from smartsearch_sidecar.retrieval.bm25.corpus import Format
 from smartsearch_sidecar.retrieval.bm25.provider import Bm25Index, verify_and_open
 from tests.fakes.raised import raises
 from tests.fakes.until import wait_until

@@ -15,12 +15,15 @@ Apart from ``commands/index.py``, its one user: what an index is, is no matter o
 from __future__ import annotations
 
 import os
+import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +33,7 @@ import tantivy
 from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.analysis import (
+    ANALYZER,
     CONTENTS,
     ID,
     TEXT,
@@ -38,11 +42,9 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
     prepared,
     schema,
 )
-from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, CorpusPassage, carries_tag
-from smartsearch_sidecar.retrieval.bm25.duplicate_ids import DistinctIds
-from smartsearch_sidecar.retrieval.bm25.formats import Format
-from smartsearch_sidecar.retrieval.bm25.manifest import Manifest
-from smartsearch_sidecar.retrieval.bm25.staging import publish, seal, workshop, write_once
+from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, Format
+from smartsearch_sidecar.retrieval.bm25.manifest import Manifest, publish, seal, workshop
+from smartsearch_sidecar.retrieval.passages import carries_tag
 
 BuildProgress = Callable[[str, int, int], None]
 """Told stage, how much is done, and how much there is in all (0: not known)."""
@@ -53,6 +55,9 @@ _LIKENESS: Final = 8  # passages a commit for every commit: its first and last a
 _PASSAGES_MAX: Final = 75_000_000  # the policy leaves segments over 10 million alone
 _TELL_EVERY: Final = 4_096
 _WAIT_SECONDS: Final = 0.2
+_BUCKETS: Final = 256  # by the digest's first byte: 21 million ids are 82,000 a bucket
+_BLOCK_BYTES: Final = 16_368  # 682 entries; 4 MiB of buffers in all
+_ENTRY: Final = struct.Struct("<16sQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ def build(
     is left behind.
     """
     started = time.monotonic()
-    tell = progress or _silent
+    tell = progress or (lambda _stage, _done, _total: None)
     sizing = sizing or Sizing()
     if os.path.lexists(out):
         raise errors.USAGE(f"{out} exists; an index is built into a new folder, so name another")
@@ -105,21 +110,25 @@ def build(
         survey = _survey(corpus, folder, tell)
         _index(corpus, survey, folder, sizing, tell)
         files = seal(folder, lambda done, total: tell("hashing", done, total))
-        manifest = Manifest.of(
-            folder,
-            files,
+        content = manifests.content_digest((folder / manifests.META).read_bytes(), files)
+        manifest = Manifest(
+            format=manifests.FORMAT,
+            tantivy=manifests.tantivy_version(),
+            analyzer=ANALYZER,
             passages=survey.passages,
             dropped=survey.dropped,
             corpus_format=corpus.form.value,
             corpus_sha256=survey.sha256,
+            content_sha256=content,
+            index_sha256=manifests.index_digest(survey.passages, content),
+            files=files,
             built={
                 "at": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seconds": round(time.monotonic() - started, 3),
                 "sidecar": __version__,
             },
         )
-        write_once(folder / manifests.NAME, manifest.as_json())
-        publish(folder, out)
+        publish(folder, manifest, out)
     return manifest
 
 
@@ -149,7 +158,7 @@ def _survey(corpus: Corpus, folder: Path, tell: BuildProgress) -> Survey:
     """The first pass. Raises ``CorpusError`` for a fault of the corpus."""
     passages = dropped = characters = 0
     reading = corpus.read(lambda done: tell("reading", done, corpus.size))
-    with DistinctIds(folder) as ids:
+    with closing(DistinctIds(folder)) as ids:
         for passage in reading:
             ids.add(passage.id, passage.line)
             if carries_tag(passage.contents):
@@ -186,11 +195,7 @@ def _repeated(corpus: Corpus, line: int, earlier: int) -> errors.UsageError:
 
 
 def _index(
-    corpus: Corpus,
-    survey: Survey,
-    folder: Path,
-    sizing: Sizing,
-    tell: BuildProgress,
+    corpus: Corpus, survey: Survey, folder: Path, sizing: Sizing, tell: BuildProgress
 ) -> None:
     """The second pass: every kept passage, in order, into one segment."""
     layout = schema()
@@ -209,7 +214,12 @@ def _index(
         for passage in reading:
             if carries_tag(passage.contents):
                 continue
-            writer.add_document(_document(passage, layout))
+            fields = {
+                ID: passage.id.encode(),
+                CONTENTS: passage.contents.encode(),
+                TEXT: prepared(passage.contents),
+            }
+            writer.add_document(tantivy.Document.from_dict(fields, layout))
             done += 1
             if done % _TELL_EVERY == 0:
                 patience()
@@ -224,15 +234,6 @@ def _index(
         _apart(writer.commit, patience)
         _apart(writer.wait_merging_threads, lambda: tell("merging", 0, 0))
     _check(folder, survey.passages)
-
-
-def _document(passage: CorpusPassage, layout: tantivy.Schema) -> tantivy.Document:
-    fields = {
-        ID: passage.id.encode(),
-        CONTENTS: passage.contents.encode(),
-        TEXT: prepared(passage.contents),
-    }
-    return tantivy.Document.from_dict(fields, layout)
 
 
 def _apart(call: Callable[[], object], waiting: Callable[[], None]) -> None:
@@ -280,5 +281,62 @@ def _check(folder: Path, passages: int) -> None:
         )
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    """The progress of a build that is not watched."""
+# --- repeated ids --------------------------------------------------------------------------------
+
+
+class DistinctIds:
+    """Takes the ids of a corpus, then names the first that came twice; memory does not grow.
+
+    An id costs 24 bytes of disk (a digest, long enough that two ids are never taken for one by
+    chance, and its line) and about 1 microsecond. Memory holds one small buffer per bucket, and one
+    bucket at a time when all are looked through.
+    """
+
+    def __init__(self, folder: Path, *, block_bytes: int = _BLOCK_BYTES) -> None:
+        """What does not fit buffers of ``block_bytes`` goes to an unnamed file in ``folder``.
+
+        ``block_bytes`` is a multiple of an entry's 24.
+        """
+        self._block_bytes = block_bytes
+        self._spill = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
+        self._buffers = [bytearray() for _ in range(_BUCKETS)]
+        self._offsets: list[list[int]] = [[] for _ in range(_BUCKETS)]
+        self._end = 0
+
+    def close(self) -> None:
+        self._spill.close()
+
+    def add(self, identifier: str, line: int) -> None:
+        """Remembers ``identifier``, seen at ``line``. Raises ``OSError`` when the disk is full."""
+        digest = blake2b(identifier.encode(), digest_size=16).digest()
+        bucket = digest[0]
+        buffer = self._buffers[bucket]
+        buffer += _ENTRY.pack(digest, line)
+        if len(buffer) >= self._block_bytes:
+            view = memoryview(buffer)
+            while view:
+                view = view[self._spill.write(view) :]
+            view.release()  # a buffer that is viewed cannot be cleared
+            self._offsets[bucket].append(self._end)
+            self._end += len(buffer)
+            buffer.clear()
+
+    def first_repeat(self) -> tuple[int, int] | None:
+        """The line of the first id that was there before, and where it was; or ``None``."""
+        first: tuple[int, int] | None = None
+        for bucket in range(_BUCKETS):
+            seen: dict[bytes, int] = {}
+            for digest, line in _ENTRY.iter_unpack(self._entries(bucket)):
+                earlier = seen.get(digest)
+                if earlier is None:
+                    seen[digest] = line
+                elif first is None or line < first[0]:
+                    first = (line, earlier)
+        return first
+
+    def _entries(self, bucket: int) -> bytes:
+        blocks = []
+        for offset in self._offsets[bucket]:
+            self._spill.seek(offset)
+            blocks.append(self._spill.read(self._block_bytes))
+        return b"".join([*blocks, self._buffers[bucket]])

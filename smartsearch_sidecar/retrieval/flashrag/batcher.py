@@ -53,15 +53,6 @@ class Failed:
     error: Exception
 
 
-@dataclass(slots=True)
-class GatherStatistics:
-    """Counts since the start: searches asked of us, calls sent, distinct keys in those calls."""
-
-    searches: int = 0
-    calls: int = 0
-    keys: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[Lane, Key, Answer]):
     lane: Lane
@@ -91,7 +82,6 @@ class Gather(Generic[Lane, Key, Answer]):
         batch_max: int,
         calls_max: int = 1,
     ) -> None:
-        self.statistics = GatherStatistics()
         self._ask = ask
         self._batch_max = batch_max
         self._calls_max = calls_max
@@ -116,7 +106,6 @@ class Gather(Generic[Lane, Key, Answer]):
         """The answer to ``key``; raises what the call raised, or ``ProviderFault`` once closed."""
         if self._closed:
             raise _closed()
-        self.statistics.searches += 1
         entry = self._waiting.get((lane, key))
         if entry is None:
             entry = self._waiting[(lane, key)] = _Entry(lane, key)
@@ -162,8 +151,6 @@ class Gather(Generic[Lane, Key, Answer]):
             call = _Call(self._board(), asyncio.get_running_loop().time())
             for entry in call.entries:
                 entry.call = call
-            self.statistics.calls += 1
-            self.statistics.keys += len(call.entries)
             self._out.add(call)
             call.task = asyncio.get_running_loop().create_task(self._travel(call))
             # A callback and not a `finally`: a task cancelled before its first step runs no code.

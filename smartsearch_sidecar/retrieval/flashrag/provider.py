@@ -10,124 +10,69 @@ It answers one call at a time, so concurrent searches travel as one ``/batch_sea
 (``batcher.py``); a lone one goes through ``/search``. The retriever refuses a query with 400 or
 422, and a whole batch for one such query: a refused batch is halved until the refused query stands
 alone, so the others are answered. Where ``/batch_search`` is missing (404, 405), the searches go
-side by side through ``/search``.
+side by side through ``/search``. No message quotes a body: it may hold anything, passages included.
 
 Corpus and index are declared by the operator; ``canaries`` defend the declaration.
 
-Apart from ``registry.py``, which opens it by its name: one backend a folder.
+Apart from ``retrieval/provider.py``, which opens it by its name: one backend a folder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config, FlashRagSection
 from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
-from smartsearch_sidecar.retrieval import canaries as canary_file
-from smartsearch_sidecar.retrieval.canaries import CANARY_SECONDS, CanaryWatch
+from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.flashrag.batcher import Failed, Gather
-from smartsearch_sidecar.retrieval.flashrag.wire import (
-    MISSING,
-    REFUSED,
-    Documents,
-    answered,
-    parse_documents,
-    parse_json,
-    parse_lists,
-    parse_status,
-    parse_url,
-)
-from smartsearch_sidecar.run.json_values import has_utf8_form, is_sha256
+from smartsearch_sidecar.run.json_values import has_utf8_form
 
-ANSWER_BYTES_PER_SEARCH = 1024 * 1024
+ANSWER_BYTES_PER_SEARCH: Final = 1024 * 1024
 """Times the searches of a call. Five passages are some 5 KB: what is over this is not passages."""
 
-KEEPALIVE_SECONDS = 3.0
+KEEPALIVE_SECONDS: Final = 3.0
 """Under the 5 s after which uvicorn closes an idle connection: reusing one it is just closing would
 look like a lost search."""
 
+REFUSED: Final = (400, 422)
+"""How FastAPI refuses a query: the first by its handler, the second by its request model."""
+
+MISSING: Final = (404, 405)
+"""The route is not served."""
+
+Documents = list[dict[str, Any]]
+
 _T = TypeVar("_T")
-
-
-class _Exchange:
-    """HTTP to one retriever, every failure named as a retrieval error."""
-
-    def __init__(self, url: str, *, timeout_seconds: float, connections_max: int) -> None:
-        self._url, address = parse_url(url)
-        self.where = f"the retriever at {address}"
-        self._timeout = timeout_seconds
-        self._http = OutboundHttp(
-            connections_max=connections_max,
-            keepalive_seconds=KEEPALIVE_SECONDS,
-            connect_seconds=None,
-        )
-
-    def open(self) -> None:
-        """Makes the pool; no connection yet."""
-        self._http.open()
-
-    async def close(self) -> None:
-        """Closes the pool; connections in use are broken off."""
-        await self._http.close()
-
-    async def call(
-        self, method: str, route: str, payload: object | None, *, bytes_max: int
-    ) -> tuple[int, object]:
-        """Status and, with 200, the JSON value.
-
-        Statuses 400, 404, 405 and 422 are returned for the caller to judge; every other is raised
-        as ``ProviderFault``. An exchange that did not complete raises ``ProviderTransport``.
-        """
-        subject = answered(self.where, route)
-        try:
-            answer = await self._http.exchange(
-                method,
-                f"{self._url}/{route}",
-                None if payload is None else orjson.dumps(payload),
-                until=asyncio.get_running_loop().time() + self._timeout,
-                bytes_max=bytes_max,
-            )
-        except ExchangeFailed as error:
-            raise self._fault(error, route, bytes_max) from error
-        if parse_status(answer.status, subject) != 200:
-            return answer.status, None
-        return 200, parse_json(answer.body, answer.media, subject)
-
-    def _fault(
-        self, error: ExchangeFailed, route: str, bytes_max: int
-    ) -> errors.ProviderFault | errors.ProviderTransport:
-        """What an exchange without a usable answer is to a search."""
-        subject = answered(self.where, route)
-        match error.failure:
-            case ExchangeFault.LATE:
-                return errors.PROVIDER_TRANSPORT(
-                    f"{self.where} did not answer /{route} within {self._timeout:g} s"
-                )
-            case ExchangeFault.CERTIFICATE:
-                return errors.PROVIDER_FAULT(
-                    f"{self.where} has no certificate this machine accepts"
-                )
-            case ExchangeFault.NO_CONNECTION:
-                return errors.PROVIDER_TRANSPORT(
-                    f"{self.where} takes no connection ({error.why}): "
-                    "start it, or correct retrieval.flashrag.url"
-                )
-            case ExchangeFault.BROKEN_OFF:
-                return errors.PROVIDER_TRANSPORT(f"{self.where} broke off /{route}: {error.why}")
-            case ExchangeFault.COMPRESSED:
-                return errors.PROVIDER_FAULT(
-                    f"{subject} a compressed body, though none was asked for"
-                )
-            case ExchangeFault.TOO_LONG:
-                return errors.PROVIDER_FAULT(f"{subject} more than {bytes_max} bytes")
-            case _:
-                return errors.PROVIDER_FAULT(f"{subject} something that is not HTTP ({error.why})")
+_MEDIA_TYPE: Final = re.compile(r"[a-z0-9.+-]{1,40}/[a-z0-9.+-]{1,40}")
+_NOT_HTTP: Final = (
+    errors.PROVIDER_FAULT,
+    "answered /{route} with something that is not HTTP ({why})",
+)
+_FAULTS: Final[Mapping[ExchangeFault, tuple[errors.Failure[Any], str]]] = {
+    ExchangeFault.LATE: (errors.PROVIDER_TRANSPORT, "did not answer /{route} within {seconds:g} s"),
+    ExchangeFault.CERTIFICATE: (errors.PROVIDER_FAULT, "has no certificate this machine accepts"),
+    ExchangeFault.NO_CONNECTION: (
+        errors.PROVIDER_TRANSPORT,
+        "takes no connection ({why}): start it, or correct retrieval.flashrag.url",
+    ),
+    ExchangeFault.BROKEN_OFF: (errors.PROVIDER_TRANSPORT, "broke off /{route}: {why}"),
+    ExchangeFault.COMPRESSED: (
+        errors.PROVIDER_FAULT,
+        "answered /{route} with a compressed body, though none was asked for",
+    ),
+    ExchangeFault.TOO_LONG: (
+        errors.PROVIDER_FAULT,
+        "answered /{route} with more than {bytes_max} bytes",
+    ),
+}
+"""What an exchange without a usable answer is to a search."""
 
 
 async def open_configured(config: Config, _progress: object = None) -> FlashragProvider:
@@ -142,14 +87,7 @@ async def from_config(settings: FlashRagSection) -> FlashragProvider:
             raise errors.CONFIG_INVALID(
                 f"retrieval.flashrag.{key} is not set: the flashrag provider needs it"
             )
-    provider = FlashragProvider(
-        str(settings.url),
-        corpus_sha256=str(settings.corpus_sha256),
-        index_sha256=str(settings.index_sha256),
-        batch_max=settings.batch_max,
-        timeout_seconds=settings.timeout_seconds,
-        canaries=settings.canaries,
-    )
+    provider = FlashragProvider(settings)
     try:
         await provider.start()
     except BaseException:
@@ -159,79 +97,61 @@ async def from_config(settings: FlashRagSection) -> FlashragProvider:
 
 
 class FlashragProvider:
-    """Searches a remote FlashRAG retriever.
+    """Searches a remote FlashRAG retriever; ``url`` and both digests of the section are set.
 
-    Args:
-        url: where the retriever listens, without a route: ``http://host:port`` and perhaps a path.
-        corpus_sha256, index_sha256: the operator's declaration, 64 lower-case hex digits each.
-        batch_max: distinct queries in one call.
-        timeout_seconds: bound of one call, from connecting to the last byte of its answer.
-        canaries: file of recorded searches; ``None`` leaves the declaration undefended.
-        canary_seconds: time between two rounds of canaries; only tests have their own.
-
-    Raises ``ConfigError`` for a value that cannot be used.
+    ``canary_seconds`` is the time between two rounds of canaries; only tests have their own. Raises
+    ``ConfigError`` for a URL with a route.
 
     Attributes:
         on_fault: may be set at any time; called on the loop after a round of canaries that found a
             fault, so that the latch closes without waiting for the next search.
-        statistics: counts of searches and gathered calls.
-        requests: what was posted, the parts of a refused batch included.
     """
 
     name = "flashrag"
     remote = True
 
     def __init__(
-        self,
-        url: str,
-        *,
-        corpus_sha256: str,
-        index_sha256: str,
-        batch_max: int,
-        timeout_seconds: float,
-        canaries: Path | None,
-        canary_seconds: float = CANARY_SECONDS,
+        self, settings: FlashRagSection, *, canary_seconds: float = canaries.CANARY_SECONDS
     ) -> None:
-        self._exchange = _Exchange(url, timeout_seconds=timeout_seconds, connections_max=batch_max)
-        for key, digest in (("corpus_sha256", corpus_sha256), ("index_sha256", index_sha256)):
-            if not is_sha256(digest):
-                raise errors.CONFIG_INVALID(
-                    f"retrieval.flashrag.{key} must be 64 lower-case hex digits: the sha256 of "
-                    "what the retriever was started with"
-                )
+        self._url = str(settings.url).rstrip("/")
+        if self._url.endswith(("/search", "/batch_search")):
+            raise errors.CONFIG_INVALID(
+                "retrieval.flashrag.url cannot be used: it must name the service, without the route"
+            )
+        self._where = f"the retriever at {urlsplit(self._url).netloc}"
         self._identity = {
             "provider": self.name,
-            "corpus_sha256": corpus_sha256,
-            "index_sha256": index_sha256,
+            "corpus_sha256": settings.corpus_sha256,
+            "index_sha256": settings.index_sha256,
         }
-        self._batch_max = batch_max
-        self._canaries = canaries
+        self._settings = settings
         self._canary_seconds = canary_seconds
+        self._http = OutboundHttp(
+            connections_max=settings.batch_max,
+            keepalive_seconds=KEEPALIVE_SECONDS,
+            connect_seconds=None,
+        )
+        self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=settings.batch_max)
+        self._watch: canaries.CanaryWatch | None = None
         self.on_fault: Callable[[errors.RetrievalError], None] | None = None
-        self._watch: CanaryWatch | None = None
-        self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=batch_max)
-        self.statistics = self._gather.statistics
-        self.requests = 0
 
     async def start(self) -> None:
-        """Opens the client and asks the canaries, or ``/health`` where there are none.
+        """Opens the client and asks the canaries, or ``/health`` where there are no canaries.
 
         Raises ``ConfigError`` (canary file), ``IdentityChanged`` (a canary differs),
         ``ProviderTransport`` (not reached: ``start`` may be called again) or ``ProviderFault``.
         """
-        recorded: Sequence[canary_file.Canary] = ()
-        if self._canaries is not None:
-            recorded = await asyncio.to_thread(canary_file.load, self._canaries)
-        self._exchange.open()
+        recorded: Sequence[canaries.Canary] = ()
+        if self._settings.canaries is not None:
+            recorded = await asyncio.to_thread(canaries.load, self._settings.canaries)
+        self._http.open()
         if not recorded:
             # Any answer but a failure will do: other retrievers of this shape have no such route.
-            await self._exchange.call("GET", "health", None, bytes_max=ANSWER_BYTES_PER_SEARCH)
+            await self._call("GET", "health", None, bytes_max=ANSWER_BYTES_PER_SEARCH)
             return
-        differences = await canary_file.check(self, recorded)
-        if differences:
-            raise canary_file.changed(differences, len(recorded))
+        await canaries.check(self, recorded)
         if self._watch is None:
-            self._watch = CanaryWatch(
+            self._watch = canaries.CanaryWatch(
                 self, recorded, seconds=self._canary_seconds, on_fault=self._tell
             )
             self._watch.start()
@@ -266,7 +186,7 @@ class FlashragProvider:
                 await watch.close()
         finally:
             await self._gather.close()
-            await self._exchange.close()
+            await self._http.close()
 
     async def _ask(self, top_n: int, queries: Sequence[str]) -> list[Documents | Failed]:
         """One outcome per query of one call, in order; raises no retrieval error."""
@@ -285,34 +205,77 @@ class FlashragProvider:
             ]
         # ``/batch_search`` is missing. From the next call on each search is a call of its own,
         # several at once.
-        self._gather.reshape(batch_max=1, calls_max=self._batch_max)
+        self._gather.reshape(batch_max=1, calls_max=self._settings.batch_max)
         return await asyncio.gather(*(_outcome(self._alone(top_n, query)) for query in queries))
 
     async def _alone(self, top_n: int, query: str) -> Documents:
-        where = self._exchange.where
         status, value = await self._post("search", query, top_n, 1)
         if status in REFUSED:
-            raise errors.PROVIDER_FAULT(f"{where} refused the query (status {status})")
+            raise errors.PROVIDER_FAULT(f"{self._where} refused the query (status {status})")
         if status in MISSING:
             raise errors.PROVIDER_FAULT(
-                f"{where} does not serve /search (status {status}); correct retrieval.flashrag.url"
+                f"{self._where} does not serve /search (status {status}); correct "
+                "retrieval.flashrag.url"
             )
-        return parse_documents(value, answered(where, "search"))
+        return self._documents(value, "search")
 
     async def _together(self, top_n: int, queries: Sequence[str]) -> list[Documents] | int:
         """An answer per query, or the status that says refused or missing."""
-        status, value = await self._post("batch_search", list(queries), top_n, len(queries))
+        route = "batch_search"
+        status, value = await self._post(route, list(queries), top_n, len(queries))
         if status != 200:
             return status
-        return parse_lists(value, len(queries), answered(self._exchange.where, "batch_search"))
+        if not isinstance(value, list):
+            raise self._fault(route, f"{_kind(value)} instead of a list of lists")
+        if len(value) != len(queries):
+            raise self._fault(route, f"{len(value)} lists for {len(queries)} queries")
+        return [self._documents(documents, route) for documents in value]
+
+    def _documents(self, value: object, route: str) -> Documents:
+        """The answer to one search. What a document holds is the guard's to check."""
+        if not isinstance(value, list):
+            raise self._fault(route, f"{_kind(value)} instead of a list of documents")
+        for document in value:
+            if not isinstance(document, dict):
+                raise self._fault(route, f"{_kind(document)} instead of a document")
+        return value
 
     async def _post(
         self, route: str, query: str | list[str], top_n: int, searches: int
     ) -> tuple[int, object]:
-        self.requests += 1
-        payload = {"query": query, "top_n": top_n}
-        bytes_max = ANSWER_BYTES_PER_SEARCH * searches
-        return await self._exchange.call("POST", route, payload, bytes_max=bytes_max)
+        body = orjson.dumps({"query": query, "top_n": top_n})
+        return await self._call("POST", route, body, bytes_max=ANSWER_BYTES_PER_SEARCH * searches)
+
+    async def _call(
+        self, method: str, route: str, body: bytes | None, *, bytes_max: int
+    ) -> tuple[int, object]:
+        """Status and, with 200, the JSON value; ``REFUSED`` and ``MISSING`` are the caller's to
+        judge. Raises ``ProviderFault``, or ``ProviderTransport`` where no answer came.
+        """
+        seconds = self._settings.timeout_seconds
+        until = asyncio.get_running_loop().time() + seconds
+        try:
+            answer = await self._http.exchange(
+                method, f"{self._url}/{route}", body, until=until, bytes_max=bytes_max
+            )
+        except ExchangeFailed as error:
+            row, sentence = _FAULTS.get(error.failure, _NOT_HTTP)
+            said = sentence.format(route=route, why=error.why, seconds=seconds, bytes_max=bytes_max)
+            raise row(f"{self._where} {said}") from error
+        status = answer.status
+        if status in REFUSED or status in MISSING:
+            return status, None
+        if 300 <= status < 400:
+            raise self._fault(route, f"a redirect ({status}), which is not followed")
+        if status != 200:
+            raise self._fault(route, f"status {status}")
+        try:
+            return 200, orjson.loads(answer.body)
+        except orjson.JSONDecodeError as error:
+            raise self._fault(route, _described(answer.body, answer.media)) from error
+
+    def _fault(self, route: str, what: str) -> errors.ProviderFault:
+        return errors.PROVIDER_FAULT(f"{self._where} answered /{route} with {what}")
 
 
 async def _outcome(call: Coroutine[Any, Any, _T]) -> _T | Failed:
@@ -320,3 +283,23 @@ async def _outcome(call: Coroutine[Any, Any, _T]) -> _T | Failed:
         return await call
     except errors.RetrievalError as error:
         return Failed(error)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    for kind, name in ((dict, "an object"), (list, "a list"), (str, "a string")):
+        if isinstance(value, kind):
+            return name
+    return "a number or boolean"
+
+
+def _described(body: bytes, media: str) -> str:
+    """What a body with status 200 is that is not JSON; an error page of a proxy is named as one."""
+    if "html" in media or body.lstrip()[:1] == b"<":
+        return (
+            f"an HTML page of {len(body)} bytes and status 200: "
+            "a proxy or another service stands at retrieval.flashrag.url"
+        )
+    named = media if _MEDIA_TYPE.fullmatch(media) else "an unreadable media type"
+    return f"{len(body)} bytes of {named} that are not JSON"
