@@ -38,7 +38,8 @@ from smartsearch_sidecar.retrieval.registry import Progress
 from smartsearch_sidecar.run.record import RunClosed
 from smartsearch_sidecar.search.service import Service
 from smartsearch_sidecar.web.app import App
-from smartsearch_sidecar.web.edge.server import EdgeServer, drain, listen
+from smartsearch_sidecar.web.edge.runtime import listen
+from smartsearch_sidecar.web.edge.server import EdgeServer, drain
 from smartsearch_sidecar.web.ready import ServedRun
 from smartsearch_sidecar.web.routes import Capabilities
 
