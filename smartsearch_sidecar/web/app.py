@@ -17,8 +17,7 @@ from aiohttp import web
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
 from smartsearch_sidecar.web.exchange import answer_json, answer_search, read_body, refuse
 from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.operator import OperatorRoutes

@@ -14,8 +14,7 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.search.service import Answer
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import Reply, response_head
+from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.ready import ServedRun
 from smartsearch_sidecar.web.routes import declared_length, error_payload, require_json, status_of
 

@@ -19,8 +19,7 @@ from smartsearch_sidecar.gate.checkpoints import SETTLE_SECONDS, parse_checkpoin
 from smartsearch_sidecar.gate.health import health_report
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring.service import Scoring, as_reward_failure
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
 from smartsearch_sidecar.web.exchange import answer_json, parse, read_body
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.ready import Ready

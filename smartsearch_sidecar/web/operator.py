@@ -21,8 +21,7 @@ from smartsearch_sidecar.errors import GOING_ON, remedy
 from smartsearch_sidecar.ledger.describe import printable, readable_query
 from smartsearch_sidecar.ledger.recorder import utf8_safe
 from smartsearch_sidecar.metrics import ANSWER_SECONDS, USUAL, Observer, Recent
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
 from smartsearch_sidecar.web.exchange import answer
 from smartsearch_sidecar.web.exposition import exposition
 from smartsearch_sidecar.web.page import HEADERS, HTML

@@ -24,8 +24,7 @@ from smartsearch_sidecar.contract.other_clients import (
 )
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.search.service import search_many
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import Reply
+from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
 from smartsearch_sidecar.web.exchange import answer_search, parse, read_body, refuse
 from smartsearch_sidecar.web.ready import Ready
 from smartsearch_sidecar.web.routes import error_payload

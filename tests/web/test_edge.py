@@ -12,11 +12,11 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import (
+from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
     BEFORE_WRITE,
     INTERNAL_ERROR,
+    EdgeRequest,
     Reply,
     response_head,
 )

@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.edge import connection
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import (
+from smartsearch_sidecar.web.edge import server as edge_server
+from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
     AT_WRITE,
     BEFORE_WRITE,
+    EdgeRequest,
     Reply,
     response_head,
 )
@@ -417,7 +417,7 @@ async def test_request_that_meets_the_farewell_of_a_drain_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call that crosses our goodbye gets no answer, so it must not pass unseen."""
-    monkeypatch.setattr(connection, "HALF_CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(edge_server, "HALF_CLOSE_SECONDS", PATIENCE)
     async with serving() as served:
         client = await served.connect()
         await client.send(message())

@@ -1,12 +1,12 @@
-"""What the edge needs of aiohttp and of the system, and whether it is there.
+"""The door: it opens with an aiohttp and a system that give what the edge leans on.
 
 aiohttp promises nothing about most of these names, and a patch release may change any of them. So
 the table below names each one that the other files of this room lean on, and a check at start looks
-whether they are there and behave, with aiohttp's own parser and without a socket. A release inside
-the range of versions that passes is served; one that does not is refused by a sentence that names
-what is missing. ``server.py`` adds one exchange through our own classes.
+whether they are there, and lets exchanges pass through our own classes, without a network. A
+release inside the range of versions that passes is served; one that does not is refused by a
+sentence that names what is missing.
 
-Apart from ``server.py``, which runs it: it has to import without the names that it looks for.
+Apart from the daemon, its one user, so that aiohttp's insides stay in this folder.
 """
 
 from __future__ import annotations
@@ -17,298 +17,46 @@ import re
 import select
 import socket
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import aiohttp
 from aiohttp import http, web, web_protocol
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.web.edge.request import (
+    BAD_MESSAGE,
+    INTERNAL_ERROR,
+    EdgeRequest,
+    Reply,
+    response_head,
+)
+from smartsearch_sidecar.web.edge.server import EdgeConnection, EdgeServer
 
 # pyproject.toml allows the same range, and a test holds them together.
 AIOHTTP_FROM: Final = (3, 14, 5)
 AIOHTTP_BELOW: Final = (3, 15)
 AIOHTTP_TESTED: Final = "3.14.5"  # the whole suite has run against it
 C_PARSER: Final = "aiohttp._http_parser"
+BACKLOG: Final = 4096  # connections; at 1024 half of 2,000 newcomers wait a second for a SYN retry
+TURNS: Final = 20  # of the loop, that an exchange without a socket takes at most
 
 
-class LeanedOn(NamedTuple):
-    """One name of aiohttp's: whose it is, where we use it and why.
+async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
+    """Accept connections on the bound TCP socket; accepted ones inherit its stall bound.
 
-    ``parameters`` are those a function must take, where we replace it or are replaced by it.
+    Raises:
+        NotAvailable: aiohttp or the system lacks what the edge leans on.
     """
-
-    owner: str
-    name: str
-    where: str
-    why: str
-    parameters: tuple[str, ...] = ()
-
-
-_HANDLER = "RequestHandler"  # an object of it, before its connection is made
-_BASE = "BaseRequest"  # an object of it, as aiohttp's own constructor makes it
-
-LEANED_ON: Final = (
-    LeanedOn(
-        "web_protocol", "_ErrInfo", "connection", "malformed bytes, as they stand in the queue"
-    ),
-    LeanedOn("http", "HttpRequestParser", "runtime", "the parser in C, which refuses more"),
-    LeanedOn("Server", "_loop", "server", "the loop that connections are given"),
-    LeanedOn("Server", "_kwargs", "server", "the options that connections are given"),
-    LeanedOn("Server", "connections", "server", "the connections still served"),
-    LeanedOn(_HANDLER, "_loop", "connection", "time, futures"),
-    LeanedOn(_HANDLER, "_messages", "connection", "requests that wait: what is malformed, cut off"),
-    LeanedOn(_HANDLER, "_request_count", "connection", "how many requests a segment brought"),
-    LeanedOn(_HANDLER, "_message_tail", "connection", "bytes behind a request to upgrade"),
-    LeanedOn(_HANDLER, "_waiter", "connection", "whether it is idle; woken by a fault"),
-    LeanedOn(_HANDLER, "_current_request", "connection", "what is not answered yet"),
-    LeanedOn(_HANDLER, "_keepalive_handle", "connection", "the deadline of a silent connection"),
-    LeanedOn(_HANDLER, "_force_close", "connection", "an overflow is closed before its first step"),
-    LeanedOn(_HANDLER, "transport", "connection", "None from the moment the connection is lost"),
-    LeanedOn(_HANDLER, "writing_paused", "connection", "whether an answer still waits to be sent"),
-    LeanedOn(_HANDLER, "start", "connection", "serves the connection; its task is counted"),
-    LeanedOn(_HANDLER, "close", "connection", "ends an idle connection"),
-    LeanedOn(_HANDLER, "force_close", "connection", "ends a connection at once"),
-    LeanedOn(_HANDLER, "eof_received", "connection", "a FIN; a reset may stand behind it"),
-    LeanedOn(_HANDLER, "connection_made", "connection", "a new one is counted", ("transport",)),
-    LeanedOn(_HANDLER, "connection_lost", "connection", "a reset: answers unread", ("exc",)),
-    LeanedOn(_HANDLER, "data_received", "connection", "the answer before was taken", ("data",)),
-    LeanedOn(
-        *(_HANDLER, "finish_response", "connection", "an answer handed over is not written again"),
-        ("request", "resp", "start_time"),
-    ),
-    LeanedOn(
-        *(_HANDLER, "handle_error", "connection", "the stock one echoes and logs the request line"),
-        ("request", "status", "exc", "message"),
-    ),
-    LeanedOn(
-        _HANDLER, "log_exception", "connection", "the stock one logs a traceback", ("args", "kw")
-    ),
-    LeanedOn(_BASE, "_prepare_hook", "request", "the headers of a stream", ("response",)),
-    LeanedOn(_BASE, "_cancel", "request", "a body whole before its client left", ("exc",)),
-    *(
-        LeanedOn(_BASE, name, "request", "its constructor sets it, and ours instead")
-        for name in (
-            *("_message", "_protocol", "_payload_writer", "_payload", "_headers", "_method"),
-            *("_version", "_cache", "_state", "_task", "_loop", "_rel_url"),
-        )
-    ),
-    *(
-        LeanedOn("RawRequestMessage", name, "request", "a request as it was parsed")
-        for name in ("method", "path", "version", "headers", "should_close", "upgrade", "url")
-    ),
-    *(
-        LeanedOn("StreamReader", name, "request", "a body, and whether it is whole")
-        for name in ("is_eof", "read", "read_nowait", "feed_eof")
-    ),
-    LeanedOn("StreamWriter", "output_size", "connection", "whether an answer has begun"),
-    LeanedOn("StreamWriter", "drain", "connection", "until an answer is on its way"),
-)
-
-# What aiohttp's constructor sets as well. EdgeRequest gives each a constant that no route of ours
-# reads, so a release may drop them.
-GIVEN_CONSTANTS: Final = frozenset(
-    {
-        *("_client_max_size", "_client_max_fields"),
-        *("_transport_sslcontext", "_transport_peername", "_transport_sockname"),
-    }
-)
-
-_BODY: Final = b'{"env_str": "{}"}'
-_HEAD: Final = b"POST /c/execute HTTP/1.1\r\nHost: x\r\n"
-WHOLE: Final = b"%bContent-Length: %d\r\n\r\n%b" % (_HEAD, len(_BODY), _BODY)
-
-
-def _with(*lines: bytes, head: bytes = _HEAD) -> bytes:
-    return b"".join((head, *(line + b"\r\n" for line in lines), b"\r\n"))
-
-
-# What the parser refuses, each alone in one segment. Most are framing that two readers could take
-# for two different requests: the handlers rely on the parser for it, and look at the length only.
-REFUSED: Final = (
-    ("two lengths", _with(b"Content-Length: 2", b"Content-Length: 2")),
-    ("a signed length", _with(b"Content-Length: +2")),
-    ("a list of lengths", _with(b"Content-Length: 2, 2")),
-    ("a length of 64 bits", _with(b"Content-Length: 18446744073709551616")),
-    ("a length and chunks", _with(b"Content-Length: 2", b"Transfer-Encoding: chunked")),
-    ("chunks and a length", _with(b"Transfer-Encoding: chunked", b"Content-Length: 2")),
-    ("chunks twice", _with(b"Transfer-Encoding: chunked, chunked")),
-    ("an unknown coding", _with(b"Transfer-Encoding: gzip")),
-    ("a folded header", _with(b"A: b", b" c")),
-    ("a blank before a colon", _with(b"A : b")),
-    ("a bare line feed", _with(b"A: b\nB: c")),
-    ("a bare carriage return", _with(b"A: b\rB: c")),
-    ("a control character", _with(b"A: b\x00")),
-    ("two hosts", _with(b"Host: y")),
-    ("129 headers", _with(*[b"A: b"] * 129)),
-    ("a header of 9000 bytes", _with(b"A: " + b"b" * 9000)),
-    ("a target of 9000 bytes", _with(head=b"GET /%b HTTP/1.1\r\nHost: x\r\n" % (b"a" * 9000))),
-    ("a target outside ASCII", _with(head=b"GET /\xc3\xa9 HTTP/1.1\r\nHost: x\r\n")),
-    ("a target without an authority", _with(head=b"GET http:///c HTTP/1.1\r\nHost: x\r\n")),
-    ("a method in lower case", _with(head=b"post / HTTP/1.1\r\nHost: x\r\n")),
-    ("another version", _with(head=b"GET / HTTP/1.2\r\nHost: x\r\n")),
-    ("no host", _with(head=b"GET / HTTP/1.1\r\n")),
-    ("a TLS hello", b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03"),
-)
-
-
-async def _none(request: web.BaseRequest) -> web.StreamResponse:
-    raise NotImplementedError
-
-
-def _handler() -> web.RequestHandler:
-    """A connection of aiohttp's own, with the options of ours, and not connected."""
-    server = web.Server(_none)
-    return web.RequestHandler(
-        server,
-        loop=asyncio.get_running_loop(),
-        access_log=None,  # type: ignore[arg-type]
-        auto_decompress=False,
-        keepalive_timeout=75.0,
-        lingering_time=1.0,
-        tcp_keepalive=False,
-    )
-
-
-def _fed(*segments: bytes) -> Any:
-    """A connection that has parsed these segments."""
-    handler = _handler()
-    for segment in segments:
-        handler.data_received(segment)
-    return handler
-
-
-def _owners() -> Iterator[tuple[str, Any]]:
-    """An object for each owner in the table, the ones first that the later ones are made from."""
-    yield "web_protocol", web_protocol
-    yield "http", http
-    yield "Server", web.Server(_none)
-    handler = _handler()
-    yield _HANDLER, handler
-    handler.data_received(WHOLE)
-    message: Any
-    message, payload = handler._messages[0]
-    yield "RawRequestMessage", message
-    yield "StreamReader", payload
+    await check_runtime()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
     loop = asyncio.get_running_loop()
-    writer = http.StreamWriter(handler, loop)
-    yield "StreamWriter", writer
-    task: Any = None
-    yield _BASE, web.BaseRequest(message, payload, handler, writer, task, loop)
+    return await loop.create_server(server, sock=sock, backlog=BACKLOG)
 
 
-def _missing() -> Iterator[str]:
-    """What of the table is not there, or takes other parameters."""
-    for owner, found in _owners():
-        rows = [row for row in LEANED_ON if row.owner == owner]
-        for row in rows:
-            place = f"(web/edge/{row.where}.py: {row.why})"
-            if not hasattr(found, row.name):
-                yield f"{owner}.{row.name} is not there {place}"
-            elif row.parameters:
-                takes = tuple(inspect.signature(getattr(found, row.name)).parameters)
-                if takes != row.parameters:
-                    wanted = ", ".join(row.parameters)
-                    yield f"{owner}.{row.name} takes ({', '.join(takes)}), not ({wanted}) {place}"
-        if owner == _BASE:
-            for name in sorted(set(vars(found)) - {row.name for row in rows} - GIVEN_CONSTANTS):
-                yield f"{owner}.{name} is new, and web/edge/request.py does not set it"
-
-
-def _refuses(data: bytes) -> bool:
-    """Whether the parser queues these bytes as a fault, and its cause with it."""
-    (message, _), *rest = _fed(data)._messages
-    fault = web_protocol._ErrInfo
-    return type(message) is fault and isinstance(message.exc, Exception) and not rest
-
-
-def _queues_whole() -> bool:
-    handler = _fed(WHOLE + WHOLE)
-    message, payload = handler._messages[0]
-    return (
-        (len(handler._messages), handler._request_count) == (2, 2)
-        and (message.method, message.path) == ("POST", "/c/execute")
-        and (message.version, message.headers["host"]) == (aiohttp.HttpVersion11, "x")
-        and not (message.should_close or message.upgrade)
-        and payload.is_eof()
-        and payload.read_nowait() == _BODY
-    )
-
-
-def _waits_for_body() -> bool:
-    handler = _fed(WHOLE[:-1])
-    (_, payload), *_ = handler._messages
-    before = payload.is_eof()
-    handler.data_received(WHOLE[-1:])
-    return not before and payload.is_eof() and payload.read_nowait() == _BODY
-
-
-def _waits_for_headers() -> bool:
-    handler = _fed(*(WHOLE[at : at + 1] for at in range(len(_HEAD))))
-    return not handler._messages and not handler._request_count
-
-
-def _keeps_target() -> bool:
-    message, _ = _fed(WHOLE.replace(b"/c/", b"/%63?x/"))._messages[0]
-    return bool(message.path == "/%63?x/execute")
-
-
-def _wakes() -> bool:
-    handler = _handler()
-    handler._waiter = asyncio.get_running_loop().create_future()
-    handler.data_received(WHOLE)
-    return handler._waiter.done()
-
-
-def _stops() -> bool:
-    handler = _handler()
-    handler._force_close = True
-    handler.data_received(WHOLE)
-    return not handler._messages
-
-
-def _keeps_tail() -> bool:
-    upgrade = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
-    handler = _fed(upgrade, b"tail")
-    return bool(handler._messages[0][0].upgrade and handler._message_tail == b"tail")
-
-
-# How the names behave: what must hold, and how it is seen.
-BEHAVIOUR: Final[tuple[tuple[str, Callable[[], bool]], ...]] = (
-    ("two requests in one segment stand whole in RequestHandler._messages", _queues_whole),
-    ("a body that has not come leaves StreamReader.is_eof false until it has", _waits_for_body),
-    ("headers that are not whole queue nothing in RequestHandler._messages", _waits_for_headers),
-    ("RawRequestMessage.path is the target as sent", _keeps_target),
-    ("a request wakes RequestHandler._waiter", _wakes),
-    ("RequestHandler._force_close stops the parsing", _stops),
-    ("bytes behind a request to upgrade stand in RequestHandler._message_tail", _keeps_tail),
-    *(
-        (f"{name}: the parser refuses it and queues web_protocol._ErrInfo", partial(_refuses, data))
-        for name, data in REFUSED
-    ),
-)
-
-
-def _faults() -> Iterator[str]:
-    """What is missing or behaves otherwise."""
-    yield from _missing()
-    for promise, holds in BEHAVIOUR:
-        if not holds():
-            yield f"this does not hold: {promise}"
-
-
-def untested(fault: str, version: str) -> errors.UsageError:
-    """The refusal of an aiohttp that lacks what is leaned on, and the remedy."""
-    return errors.NOT_AVAILABLE(
-        f"aiohttp {version} is installed, and the edge cannot serve with it: {fault}. "
-        f"Install the version it was tested with: pip install aiohttp=={AIOHTTP_TESTED}"
-    )
-
-
-def check_runtime(version: str = aiohttp.__version__) -> None:
+async def check_runtime(version: str = aiohttp.__version__) -> None:
     """Look whether the system, and an aiohttp of this version, give what the edge leans on.
 
-    It runs on the loop, opens no socket, and takes a few milliseconds.
+    It opens no connection, and takes a few milliseconds.
 
     Raises:
         NotAvailable: something is missing; the sentence names it and the remedy.
@@ -320,15 +68,316 @@ def check_runtime(version: str = aiohttp.__version__) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if not AIOHTTP_FROM <= numbers < AIOHTTP_BELOW:
         first, below = (".".join(map(str, bound)) for bound in (AIOHTTP_FROM, AIOHTTP_BELOW))
-        raise untested(f"its range is {first} up to, not including, {below}", version)
+        raise _untested(f"its range is {first} up to, not including, {below}", version)
     if hasattr(http, "HttpRequestParser") and http.HttpRequestParser.__module__ != C_PARSER:
         raise errors.NOT_AVAILABLE(
             "aiohttp runs without its C parser, which refuses more malformed requests: unset "
             "AIOHTTP_NO_EXTENSIONS, or install aiohttp from a wheel."
         )
+    ours, theirs = socket.socketpair()
     try:
-        fault = next(_faults(), None)
+        with ours, theirs:
+            fault = next(_missing(), None) or await _broken_promise(ours)
     except Exception as exc:  # noqa: BLE001 - classified: it is not what the check was written for
         fault = f"the check of it ended in {type(exc).__name__}: {exc}"
     if fault is not None:
-        raise untested(fault, version)
+        raise _untested(fault, version)
+
+
+def _untested(fault: str, version: str) -> errors.UsageError:
+    return errors.NOT_AVAILABLE(
+        f"aiohttp {version} is installed, and the edge cannot serve with it: {fault}. "
+        f"Install the version it was tested with: pip install aiohttp=={AIOHTTP_TESTED}"
+    )
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+# Whose each name is, and in which file we use it; the name, and why. "RequestHandler" is one before
+# its connection is made, "BaseRequest" one as aiohttp's own constructor makes it.
+LEANED_ON: Final[dict[tuple[str, str], dict[str, str]]] = {
+    ("web_protocol", "server"): {"_ErrInfo": "malformed bytes, as they stand in the queue"},
+    ("http", "runtime"): {"HttpRequestParser": "the parser in C, which refuses more"},
+    ("Server", "server"): {
+        "_loop": "the loop that connections are given",
+        "_kwargs": "the options that connections are given",
+        "connections": "the connections still served",
+    },
+    ("RequestHandler", "server"): {
+        "_loop": "time, futures",
+        "_messages": "requests that wait: what is malformed, cut off",
+        "_request_count": "how many requests a segment brought",
+        "_message_tail": "bytes behind a request to upgrade",
+        "_waiter": "whether it is idle; woken by a fault",
+        "_current_request": "what is not answered yet",
+        "_keepalive_handle": "the deadline of a silent connection",
+        "_force_close": "an overflow is closed before its first step",
+        "transport": "None from the moment the connection is lost",
+        "writing_paused": "whether an answer still waits to be sent",
+        "start": "serves the connection; its task is counted",
+        "close": "ends an idle connection",
+        "force_close": "ends a connection at once",
+        "eof_received": "a FIN; a reset may stand behind it",
+        "connection_made": "a new one is counted",
+        "connection_lost": "a reset: answers unread",
+        "data_received": "the answer before was taken",
+        "finish_response": "an answer handed over is not written again",
+        "handle_error": "the stock one echoes and logs the request line",
+        "log_exception": "the stock one logs a traceback",
+    },
+    ("RawRequestMessage", "request"): dict.fromkeys(
+        ("method", "path", "version", "headers", "should_close", "upgrade", "url"),
+        "a request as it was parsed",
+    ),
+    ("StreamReader", "request"): dict.fromkeys(
+        ("is_eof", "read", "read_nowait", "feed_eof"), "a body, and whether it is whole"
+    ),
+    ("StreamWriter", "server"): {
+        "output_size": "whether an answer has begun",
+        "drain": "until an answer is on its way",
+    },
+    ("BaseRequest", "request"): {
+        "_prepare_hook": "the headers of a stream",
+        "_cancel": "a body whole before its client left",
+        **dict.fromkeys(
+            (
+                *("_message", "_protocol", "_payload_writer", "_payload", "_headers", "_method"),
+                *("_version", "_cache", "_state", "_task", "_loop", "_rel_url"),
+            ),
+            "its constructor sets it, and ours instead",
+        ),
+    },
+}
+# What aiohttp's constructor sets as well. EdgeRequest gives each a constant that no route of ours
+# reads, so a release may drop them.
+GIVEN_CONSTANTS: Final = frozenset(
+    {
+        *("_client_max_size", "_client_max_fields"),
+        *("_transport_sslcontext", "_transport_peername", "_transport_sockname"),
+    }
+)
+# A function of ours that replaces one of aiohttp's must take the same parameters.
+OURS: Final = {"RequestHandler": EdgeConnection, "BaseRequest": EdgeRequest}
+
+_BODY: Final = b'{"env_str": "{}"}'
+_HEAD: Final = b"POST /c/execute HTTP/1.1\r\nHost: x\r\n"
+WHOLE: Final = b"%bContent-Length: %d\r\n\r\n%b" % (_HEAD, len(_BODY), _BODY)
+
+
+def _owners() -> Iterator[Any]:
+    """An object for each owner, in the order of the table: some are made from earlier ones."""
+    yield web_protocol
+    yield http
+    server = web.Server(cast("Any", _answering))
+    yield server
+    handler: Any = server()
+    yield handler
+    handler.data_received(WHOLE)
+    message, payload = handler._messages[0]
+    yield message
+    yield payload
+    loop = asyncio.get_running_loop()
+    writer = http.StreamWriter(handler, loop)
+    yield writer
+    yield web.BaseRequest(message, payload, handler, writer, cast("Any", None), loop)
+
+
+def _missing() -> Iterator[str]:
+    """What of the table is not there, or takes other parameters."""
+    for ((owner, place), names), found in zip(LEANED_ON.items(), _owners(), strict=True):
+        for name, why in names.items():
+            used = f"(web/edge/{place}.py: {why})"
+            if not hasattr(found, name):
+                yield f"{owner}.{name} is not there {used}"
+            elif inspect.isfunction(replaced := vars(OURS.get(owner, object)).get(name)):
+                takes = ", ".join(inspect.signature(getattr(found, name)).parameters)
+                wanted = ", ".join([*inspect.signature(replaced).parameters][1:])
+                if takes != wanted:
+                    yield f"{owner}.{name} takes ({takes}), not ({wanted}) {used}"
+        if owner == "BaseRequest":
+            for name in sorted(set(vars(found)) - set(names) - GIVEN_CONSTANTS):
+                yield f"{owner}.{name} is new, and web/edge/request.py does not set it"
+    ended: Any = web.Server(cast("Any", _answering))()
+    ended._force_close = True
+    ended.data_received(WHOLE)
+    if ended._messages:
+        yield "this does not hold: RequestHandler._force_close stops the parsing"
+
+
+# --- exchanges ------------------------------------------------------------------------------------
+
+
+class _Memory(asyncio.Transport):
+    """A transport that keeps what it is given; its socket is one end of a pair, never written."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__({"socket": sock})
+        self.sent = b""
+        self.closed = False
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.sent += bytes(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def write_eof(self) -> None:
+        self.sent += b"<FIN>"
+
+
+class _Told(list[str]):
+    """What an exchange tells its observer."""
+
+    def malformed(self, reason: str, authenticated: bool) -> None:
+        self.append("malformed")
+
+    def crashed(self, exc: BaseException) -> None:
+        self.append(f"crashed by {type(exc).__name__}")
+
+    def overflow(self) -> None:
+        self.append("overflow")
+
+
+async def _answering(request: EdgeRequest) -> Reply | web.StreamResponse:
+    if request.method == "PUT":
+        raise LookupError
+    if request.method == "GET":
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        await stream.write(b"streamed")
+        return stream
+    body = await request.body(int(request.headers["Content-Length"]), 1.0)
+    answer = request.raw_target.encode() + body
+    return request.deliver(response_head(200, len(answer), close=False), answer)
+
+
+class Exchange(NamedTuple):
+    """What must hold, and how it is seen.
+
+    ``sent`` are the segments of a client; ``parts`` come back in this order; ``told`` is what the
+    observer is told.
+    """
+
+    promise: str
+    sent: tuple[bytes, ...]
+    parts: tuple[bytes, ...]
+    told: tuple[str, ...] = ()
+
+
+def _refused(name: str, data: bytes) -> Exchange:
+    parts = (b" 400 ", BAD_MESSAGE, b"<FIN>")
+    return Exchange(f"{name}: the parser refuses it", (data,), parts, ("malformed",))
+
+
+def _with(*lines: bytes, head: bytes = _HEAD) -> bytes:
+    return b"".join((head, *(line + b"\r\n" for line in lines), b"\r\n"))
+
+
+def _asking(line: bytes) -> bytes:
+    return _with(head=line + b"\r\nHost: x\r\n")
+
+
+_ANSWER: Final = (b" 200 OK", b"/c/execute" + _BODY)
+_STREAM: Final = (b" 200 OK", b"nosniff", b"streamed")
+_GET: Final = b"GET /c/ HTTP/1.1\r\nHost: x\r\n"
+_TAILED: Final = _with(b"Connection: upgrade", b"Upgrade: websocket", head=_GET) + b"tail"
+_AUTHORITY: Final = WHOLE.replace(b"/c/", b"http://[::1]@/c/", 1)
+_CRASH: Final = (b" 500 ", INTERNAL_ERROR)
+
+EXCHANGES: Final = (
+    Exchange("a request wakes a connection that waits for one", (WHOLE,), _ANSWER),
+    Exchange("two requests in one segment are answered", (WHOLE * 2,), _ANSWER * 2),
+    Exchange("a body in two segments is waited for", (WHOLE[:-1], WHOLE[-1:]), _ANSWER),
+    Exchange("headers in two segments are waited for", (WHOLE[:1], WHOLE[1:]), _ANSWER),
+    Exchange(
+        *("a target is kept as sent", (WHOLE.replace(b"/c/", b"/%63?x/"),)),
+        (b" 200 OK", b"/%63?x/execute" + _BODY),
+    ),
+    Exchange("a stream is sent", (_with(head=_GET),), _STREAM),
+    Exchange("bytes behind a request to upgrade are told", (_TAILED,), _STREAM, ("malformed",)),
+    Exchange(
+        *("a crash is answered", (WHOLE.replace(b"POST", b"PUT"),), _CRASH),
+        ("crashed by LookupError",),
+    ),
+    _refused("a target that yarl refuses", _AUTHORITY),
+    # Each alone in one segment. Most are framing that two readers could take for two different
+    # requests: the handlers rely on the parser for it, and look at the length only.
+    _refused("two lengths", _with(b"Content-Length: 2", b"Content-Length: 2")),
+    _refused("a signed length", _with(b"Content-Length: +2")),
+    _refused("a list of lengths", _with(b"Content-Length: 2, 2")),
+    _refused("a length of 64 bits", _with(b"Content-Length: 18446744073709551616")),
+    _refused("a length and chunks", _with(b"Content-Length: 2", b"Transfer-Encoding: chunked")),
+    _refused("chunks and a length", _with(b"Transfer-Encoding: chunked", b"Content-Length: 2")),
+    _refused("chunks twice", _with(b"Transfer-Encoding: chunked, chunked")),
+    _refused("an unknown coding", _with(b"Transfer-Encoding: gzip")),
+    _refused("a folded header", _with(b"A: b", b" c")),
+    _refused("a blank before a colon", _with(b"A : b")),
+    _refused("a bare line feed", _with(b"A: b\nB: c")),
+    _refused("a bare carriage return", _with(b"A: b\rB: c")),
+    _refused("a control character", _with(b"A: b\x00")),
+    _refused("two hosts", _with(b"Host: y")),
+    _refused("129 headers", _with(*[b"A: b"] * 129)),
+    _refused("a header of 9000 bytes", _with(b"A: " + b"b" * 9000)),
+    _refused("a target of 9000 bytes", _asking(b"GET /%b HTTP/1.1" % (b"a" * 9000))),
+    _refused("a target outside ASCII", _asking(b"GET /\xc3\xa9 HTTP/1.1")),
+    _refused("a target without an authority", _asking(b"GET http:///c HTTP/1.1")),
+    _refused("a method in lower case", _asking(b"post / HTTP/1.1")),
+    _refused("another version", _asking(b"GET / HTTP/1.2")),
+    _refused("no host", b"GET / HTTP/1.1\r\n\r\n"),
+    _refused("a TLS hello", b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03"),
+)
+
+
+async def _broken_promise(sock: socket.socket) -> str | None:
+    """The first promise of an exchange that does not hold; the socket is of a silent pair."""
+    told = _Told()
+    server = EdgeServer(
+        _answering,
+        observer=told,
+        capability_marker=b"/c/",
+        keepalive_seconds=1.0,
+        connections_max=1,
+    )
+    for promise, sent, parts, reports in EXCHANGES:
+        told.clear()
+        answered = await _exchange(server, sock, sent)
+        if answered is None:
+            return "a new connection that stays silent is never closed"
+        as_wanted = re.search(b".*".join(map(re.escape, parts)), answered, re.DOTALL)
+        if not as_wanted or tuple(told) != reports or server.open or server.tasks:
+            found = f"{answered[-80:]!r}, reported: {', '.join(told) or 'nothing'}"
+            return f"this does not hold: {promise} ({found})"
+    return None
+
+
+async def _exchange(
+    server: EdgeServer, sock: socket.socket, sent: tuple[bytes, ...]
+) -> bytes | None:
+    """What a connection answers to these segments, and its end; None if it has no deadline."""
+    transport, connection = _Memory(sock), server()
+    try:
+        connection.connection_made(transport)
+        if not connection.has_deadline():
+            return None
+        for segment in sent:
+            await _turns(connection.idle)
+            connection.data_received(segment)
+        await _turns(
+            lambda: connection.idle() or transport.closed or transport.sent.endswith(b"<FIN>")
+        )
+    finally:
+        connection.connection_lost(None)
+        await _turns(lambda: not server.tasks)
+        for task in server.tasks:
+            task.cancel()
+    return transport.sent
+
+
+async def _turns(condition: Callable[[], bool]) -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+        if condition():
+            return

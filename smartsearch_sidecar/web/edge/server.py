@@ -1,41 +1,361 @@
-"""The door: the factory of connections, the listener, the end of both.
-
-Apart from the daemon, its one user, so that aiohttp's insides stay in this folder.
+"""The connections of a server: segments in, requests one after the other, and whether answers were
+taken; the factory of connections, and their end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import socket
+import select
+import sys
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
-import aiohttp
-from aiohttp import web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.edge.connection import (
-    HALF_CLOSE_SECONDS,
-    EdgeConnection,
-    EdgeObserver,
-)
-from smartsearch_sidecar.web.edge.request import EdgeRequest
-from smartsearch_sidecar.web.edge.response import (
+from smartsearch_sidecar.web.edge.request import (
+    AFTER_WRITE,
     BAD_MESSAGE,
+    HANDED_OVER,
     INTERNAL_ERROR,
+    EdgeRequest,
     Reply,
-    response_head,
 )
-from smartsearch_sidecar.web.edge.runtime import WHOLE, check_runtime, untested
 
-BACKLOG: Final = 4096  # connections; at 1024 half of 2,000 newcomers wait a second for a SYN retry
+HALF_CLOSE_SECONDS: Final = 1.0  # for the client to close first: that tells whether it has read
 LINGERING_SECONDS: Final = 2.0  # for the rest of a refused body, so that its sender reads why
 DRAIN_LOOK_SECONDS: Final = 0.05  # how often a drain looks for connections that became idle
 STALL_SECONDS: Final = 10.0  # TCP_USER_TIMEOUT: a peer that takes nothing for as long is dropped
-TURNS: Final = 20  # of the loop, that an exchange without a socket takes at most
+# By attribute, not by import: where it is gone, the check at start names it.
+_ErrInfo: Any = getattr(web_protocol, "_ErrInfo", None)
 
 Handler = Callable[[EdgeRequest], Awaitable[Reply | web.StreamResponse]]
+
+
+class EdgeObserver(Protocol):
+    """Is told of what no handler sees; called on the loop, must neither raise nor block."""
+
+    def malformed(self, reason: str, authenticated: bool) -> None:
+        """A connection brought bytes that are no request, or left within one; once a connection.
+
+        ``authenticated``: its bytes carried the execute capability. ``reason``: the name of the
+        parser's error, ``cut_off`` (left within headers), ``abandoned`` (left with whole requests
+        no handler has seen) or ``behind_upgrade`` (bytes after a request for another protocol).
+        """
+
+    def crashed(self, exc: BaseException) -> None:
+        """A handler or a callback of its raised what it must not; the client got a 500 if any."""
+
+    def overflow(self) -> None:
+        """A connection over ``connections_max`` was closed unread. Strangers' connections had made
+        room before, so the one refused was a rollout's or the trainer's.
+        """
+
+
+class EdgeConnection(web.RequestHandler):
+    """One connection, as an asyncio protocol; aiohttp calls the methods it overrides."""
+
+    __slots__ = (
+        *("server", "authenticated", "streaming", "unread"),
+        *("_arrived", "_began", "_bye", "_fault", "_first", "_poller", "_reported", "_tail"),
+        *("_taking",),
+    )
+
+    def __init__(self, server: EdgeServer, **options: Any) -> None:
+        super().__init__(server, **options)
+        self.server = server
+        self.authenticated = False  # sticky: the bytes so far carried the capability
+        self.streaming = False  # a StreamResponse is under way
+        self.unread: list[Callable[[str], None]] = []  # of answers not yet proved taken
+        self._arrived = 0.0  # loop time of the latest segment
+        self._began: deque[float] = deque()  # first bytes of the requests in `_messages`
+        self._first: float | None = None  # first byte of a request whose headers are not whole
+        self._taking: StreamReader | None = None  # the body that next bytes belong to
+        self._fault: str | None = None  # why nothing more of this connection is parsed
+        self._reported = False
+        self._tail = b""
+        self._bye: asyncio.Future[None] | None = None
+        self._poller: select.poll | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop it runs on."""
+        return self._loop
+
+    @property
+    def draining(self) -> bool:
+        """Whether its server is ending its connections."""
+        return self.server.draining
+
+    # --- connection ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        server = self.server
+        if server.open >= server.connections_max and not server.make_room():
+            self._force_close = True
+            server.observer.overflow()
+            transport.close()
+            return
+        server.open += 1
+        self._poller = select.poll()
+        self._poller.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        super().connection_made(transport)
+
+    async def start(self) -> None:
+        """Serve the connection's requests one after the other; counted until it has ended."""
+        server, task = self.server, asyncio.current_task()
+        if task is None:
+            raise errors.INTERNAL_ERROR("A connection is served outside a task.")
+        server.tasks.add(task)
+        try:
+            if not self._force_close:  # else it was lost before this first step
+                await super().start()
+        except Exception as exc:  # noqa: BLE001  # classified: the connection ends unanswered
+            server.observer.crashed(exc)
+            self.force_close()
+        finally:
+            server.tasks.discard(task)
+            server.settle()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self.unread and exc is not None:
+            self.lost(AFTER_WRITE)
+        if self._fault is None and (self._first is not None or self._messages):
+            self._fault = "cut_off" if self._first is not None else "abandoned"
+        self._report()
+        counted, self._poller = self._poller is not None, None
+        super().connection_lost(exc)
+        if self._bye is not None and not self._bye.done():
+            self._bye.set_result(None)
+        if counted:
+            self.server.open -= 1
+            self.server.settle()
+
+    def eof_received(self) -> None:
+        if self.unread and self.polled() & select.POLLERR:  # a reset behind the FIN
+            self.lost(AFTER_WRITE)
+
+    async def half_close(self) -> None:
+        """Half-close and let the client close first, for then it shows whether it has read."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        self._bye = self._loop.create_future()
+        try:
+            transport.write_eof()
+        except OSError:
+            self.lost(AFTER_WRITE)  # reset, and closed by us before the loop would have read it
+            return
+        await asyncio.wait([self._bye], timeout=HALF_CLOSE_SECONDS)
+
+    async def leave(self) -> None:
+        """End an idle connection."""
+        if self.unread:
+            await self.half_close()
+        self.force_close()
+
+    def cut(self) -> None:
+        """End the connection at once; what is not sent yet is lost."""
+        transport = self.transport
+        if transport is not None:
+            if transport.get_write_buffer_size():
+                self.lost(AFTER_WRITE)
+            transport.abort()
+
+    def has_deadline(self) -> bool:
+        """Whether aiohttp ends it if its next request does not come whole in time."""
+        return self._keepalive_handle is not None
+
+    def dispensable(self) -> bool:
+        """Whether it is a stranger's that has not asked yet: idle, or still within its headers."""
+        if self.authenticated or self._current_request is not None or self.closing():
+            return False
+        return self._first is not None or self.idle()
+
+    def unanswered_since(self) -> float:
+        """Loop time of the first byte of a rollout's request not yet answered; else infinite."""
+        request = self._current_request
+        if not self.authenticated or not isinstance(request, EdgeRequest) or request.delivered:
+            return float("inf")
+        target = request.raw_target.encode("utf-8", "surrogateescape")
+        return request.began if target.startswith(self.server.capability_marker) else float("inf")
+
+    def idle(self) -> bool:
+        """Whether it waits for a request and no byte of one is here or in the kernel."""
+        waiting = self._waiter is not None and not self._waiter.done()
+        if not waiting or self._first is not None or self.transport is None or self.closing():
+            return False
+        pending = select.poll()
+        pending.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not pending.poll(0)
+
+    # --- bytes in --------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse a segment, or what the parser held back when ``data`` is empty."""
+        if data:
+            if self.unread:
+                self.unread.clear()
+            self._arrived = self._loop.time()
+            if not self.authenticated:
+                self._look(data)
+            if self._first is None and (self._taking is None or self._taking.is_eof()):
+                # Some clients end a body with a line end of its own; it begins no request.
+                self._first = self._arrived if data.lstrip(b"\r\n") else None
+        if self._fault is not None:
+            return
+        count = self._request_count
+        try:
+            super().data_received(data)
+        except Exception as exc:  # noqa: BLE001  # the parser's callbacks raise what yarl raises
+            # A target such as `http://[::1]@/` does so. aiohttp would close without an answer and
+            # without a call of `handle_error`, so the fault is queued as its own faults are.
+            self._request_count += 1
+            self._messages.append((_ErrInfo(400, exc, ""), EMPTY_PAYLOAD))
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        if self._request_count != count:
+            self._arrivals(self._request_count - count)
+        if self._message_tail:
+            self._message_tail = b""
+            self._blame("behind_upgrade")
+
+    def _look(self, data: bytes) -> None:
+        capability_marker = self.server.capability_marker
+        seen = self._tail + data
+        if capability_marker in seen:
+            self.authenticated, self._tail = True, b""
+            self._report()
+        else:
+            self._tail = seen[1 - len(capability_marker) :]
+
+    def _arrivals(self, count: int) -> None:
+        self._began.append(self._arrived if self._first is None else self._first)
+        self._began.extend([self._arrived] * (count - 1))
+        self._first = None
+        message, payload = self._messages[-1]
+        # Here, not in `handle_error`: aiohttp calls that only while the client stays.
+        if type(message) is _ErrInfo:
+            if self._taking is not None:
+                self._taking.feed_eof()  # a bad chunk: the parser would let its reader wait
+            self._blame(type(cast("Any", message).exc).__name__)
+        self._taking = None if payload.is_eof() else payload
+
+    def next_began(self) -> float:
+        """Loop time of the first byte of the request taken next."""
+        return self._began.popleft() if self._began else self._arrived
+
+    def _blame(self, reason: str) -> None:
+        if self._fault is None:
+            self._fault = reason
+        if self.authenticated:
+            self._report()
+
+    def _report(self) -> None:
+        # A stranger is reported when the connection ends: the capability may still be on its way.
+        if self._fault is not None and not self._reported:
+            self._reported = True
+            self.server.observer.malformed(self._fault, self.authenticated)
+
+    # --- bytes out -------------------------------------------------------------------------------
+
+    def closing(self) -> bool:
+        """Whether the transport knows that no byte can be sent any more."""
+        return self.transport is None or self.transport.is_closing()
+
+    def polled(self) -> int:
+        """What the kernel knows of the peer, as poll(2) bits; 0 while it is there."""
+        if self._poller is None:
+            return select.POLLHUP
+        events = self._poller.poll(0)
+        return events[0][1] if events else 0
+
+    def write(self, data: bytes) -> None:
+        """Send, or leave to the transport what the socket does not take at once."""
+        if self.transport is not None:
+            self.transport.write(data)
+
+    def lost(self, stage: str) -> None:
+        """Report as lost the answers that are not proved taken."""
+        callbacks, self.unread = self.unread, []
+        for on_lost in callbacks:
+            self.tell(on_lost, stage)
+
+    def tell(self, on_lost: Callable[[str], None], stage: str) -> None:
+        """Call ``on_lost``; raised here, its failure would tear the connection's own accounting."""
+        try:
+            on_lost(stage)
+        except Exception as exc:  # noqa: BLE001  # classified: the observer latches it
+            self.server.observer.crashed(exc)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: Any, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Wait until the answer is on its way; its slot is already free."""
+        edge_request = cast("EdgeRequest", request)
+        try:
+            if type(resp) is not Reply or not edge_request.delivered:
+                resp, reset = await self._finish_stream(edge_request, resp, start_time)
+                if reset:
+                    return resp, True
+            elif self.writing_paused:
+                await request.writer.drain()
+        except ConnectionError:
+            return resp, True  # `connection_lost` has reported it
+        if not resp.keep_alive and (self.unread or self._fault is not None):
+            await self.half_close()
+        return resp, False
+
+    async def _finish_stream(
+        self, request: EdgeRequest, resp: Any, start_time: float | None
+    ) -> tuple[Any, bool]:
+        try:
+            stream = isinstance(resp, web.StreamResponse)
+            if request.delivered or not stream or isinstance(resp, web.HTTPException):
+                raise errors.INTERNAL_ERROR(
+                    f"A handler ended with {type(resp).__name__}, no answer."
+                )
+            return await super().finish_response(request, resp, start_time)
+        except ConnectionError:
+            return resp, True
+        except Exception as exc:  # noqa: BLE001  # as if the handler itself had raised it
+            return self.handle_error(request, 500, exc), False
+        finally:
+            self.streaming = False
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer with a constant, where the stock one echoes and logs the request line.
+
+        Raises:
+            ConnectionError: an answer has begun already; aiohttp then ends the connection.
+        """
+        edge_request = cast("EdgeRequest", request)
+        begun = edge_request.delivered or request.writer.output_size > 0
+        told = (400, BAD_MESSAGE) if status == 400 else (500, INTERNAL_ERROR)
+        if status != 400:
+            exc = exc or sys.exc_info()[1]
+            exc = exc or errors.INTERNAL_ERROR(f"aiohttp gave up with {status}.")
+            viewer_left = begun and self.closing() and isinstance(exc, ConnectionError)
+            if not viewer_left:
+                self.server.observer.crashed(exc)
+        if begun:
+            raise ConnectionError(HANDED_OVER)
+        return cast("web.StreamResponse", edge_request.refuse(*told, close=True))
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Hand to the observer what aiohttp would log."""
+        # The stock one writes a traceback that holds the request line, and so the capability.
+        exc = kw.get("exc_info")
+        if not isinstance(exc, BaseException):
+            exc = errors.INTERNAL_ERROR("aiohttp reported a failure without its exception.")
+        self.server.observer.crashed(exc)
 
 
 class EdgeServer(web.Server):
@@ -51,11 +371,10 @@ class EdgeServer(web.Server):
         connections_max: int,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
-        """Make a server that no connection can reach yet.
+        """Make a server that no connection can reach before `runtime.listen`.
 
         Args:
             handler: answers every request; what it raises is answered with a constant 500.
-            observer: is told of what no handler sees.
             capability_marker: ``b"/" + execute capability + b"/"``; a connection whose bytes hold
                 it is no stranger's.
             keepalive_seconds: bounds idle connections, and headers that do not become whole.
@@ -63,10 +382,8 @@ class EdgeServer(web.Server):
             stall_seconds: a peer that takes no byte for as long is dropped by the kernel.
 
         Raises:
-            NotAvailable: aiohttp or the system lacks what the edge leans on.
             InvariantBroken: the marker is empty, or a bound is zero.
         """
-        check_runtime()
         if not capability_marker or min(keepalive_seconds, connections_max, stall_seconds) <= 0:
             raise errors.INTERNAL_ERROR(
                 "The edge needs a capability_marker, and bounds that are over zero."
@@ -112,11 +429,10 @@ class EdgeServer(web.Server):
 
         So strangers' connections, however many, never cost a rollout its own.
         """
-        for edge in self.edges():
-            if edge.dispensable():
-                edge.cut()
-                return True
-        return False
+        oldest = next((edge for edge in self.edges() if edge.dispensable()), None)
+        if oldest is not None:
+            oldest.cut()
+        return oldest is not None
 
     def oldest_began(self) -> float:
         """Loop time of the first byte of the oldest unanswered request under the execute
@@ -127,18 +443,6 @@ class EdgeServer(web.Server):
     def edges(self) -> list[EdgeConnection]:
         """The connections that are open, or whose work goes on without their client."""
         return [edge for edge in self.connections if isinstance(edge, EdgeConnection)]
-
-
-async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
-    """Accept connections on the bound TCP socket; accepted ones inherit its stall bound.
-
-    Raises:
-        NotAvailable: requests and answers do not pass through this aiohttp as they should.
-    """
-    await check_exchange()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
-    loop = asyncio.get_running_loop()
-    return await loop.create_server(server, sock=sock, backlog=BACKLOG)
 
 
 async def drain(server: EdgeServer, seconds: float) -> int:
@@ -169,127 +473,3 @@ async def drain(server: EdgeServer, seconds: float) -> int:
     if cut or leaving:
         await asyncio.wait(cut | leaving, timeout=HALF_CLOSE_SECONDS)
     return len(cut)
-
-
-# --- the check at start ---------------------------------------------------------------------------
-
-
-class _Memory(asyncio.Transport):
-    """A transport that keeps what it is given; its socket is one end of a pair, never written."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__({"socket": sock})
-        self.sent = b""
-        self.closed = False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        self.sent += bytes(data)
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    def write_eof(self) -> None:
-        self.sent += b"<FIN>"
-
-
-class _Told:
-    """What an exchange tells its observer."""
-
-    def __init__(self) -> None:
-        self.of: list[str] = []
-
-    def malformed(self, reason: str, authenticated: bool) -> None:
-        self.of.append("malformed")
-
-    def crashed(self, exc: BaseException) -> None:
-        self.of.append(f"crashed by {type(exc).__name__}")
-
-    def overflow(self) -> None:
-        self.of.append("overflow")
-
-
-async def _answering(request: EdgeRequest) -> Reply | web.StreamResponse:
-    if request.method == "PUT":
-        raise LookupError
-    if request.method == "GET":
-        stream = web.StreamResponse()
-        await stream.prepare(request)
-        await stream.write(b"streamed")
-        return stream
-    body = await request.body(int(request.headers["Content-Length"]), 1.0)
-    answer = request.raw_target.encode() + body
-    return request.deliver(response_head(200, len(answer), close=False), answer)
-
-
-_STREAMED: Final = WHOLE.replace(b"POST", b"GET", 1)
-_FAILS: Final = WHOLE.replace(b"POST", b"PUT", 1)
-_AUTHORITY: Final = WHOLE.replace(b"/c/", b"http://[::1]@/c/", 1)
-
-# What a client sends in one exchange; in which order what comes back; what the observer is told.
-EXCHANGES: Final[tuple[tuple[str, bytes, tuple[bytes, ...], list[str]], ...]] = (
-    ("two requests are answered", WHOLE * 2, (b" 200 OK", b'/c/execute{"', b"/c/execute{"), []),
-    ("a stream is sent", _STREAMED, (b" 200 OK", b"nosniff", b"streamed"), []),
-    ("a fault is answered", b"\x16\x03\r\n", (b" 400 ", BAD_MESSAGE, b"<FIN>"), ["malformed"]),
-    ("a bad target is answered", _AUTHORITY, (b" 400 ", BAD_MESSAGE, b"<FIN>"), ["malformed"]),
-    ("a crash is answered", _FAILS, (b" 500 ", INTERNAL_ERROR), ["crashed by LookupError"]),
-)
-
-
-async def check_exchange() -> None:
-    """Let requests pass through our own classes, without a network; about a millisecond.
-
-    Raises:
-        NotAvailable: an answer or a report is not what it must be.
-    """
-    told = _Told()
-    server = EdgeServer(
-        _answering,
-        observer=told,
-        capability_marker=b"/c/",
-        keepalive_seconds=1.0,
-        connections_max=1,
-    )
-    for promise, sent, parts, reports in EXCHANGES:
-        told.of.clear()
-        try:
-            answered = await _exchange(server, sent)
-        except errors.UsageError:
-            raise
-        except Exception as exc:  # noqa: BLE001 - classified: aiohttp is not what we lean on
-            answered = f"{type(exc).__name__}: {exc}".encode()
-        as_wanted = re.search(b".*".join(map(re.escape, parts)), answered, re.DOTALL)
-        if not as_wanted or told.of != reports or server.open or server.tasks:
-            found = f"{answered[-80:]!r}, reported: {', '.join(told.of) or 'nothing'}"
-            raise untested(f"this does not hold: {promise} ({found})", aiohttp.__version__)
-
-
-async def _exchange(server: EdgeServer, sent: bytes) -> bytes:
-    """What a connection answers to these bytes, and its end."""
-    ours, theirs = socket.socketpair()
-    transport, connection = _Memory(ours), server()
-    try:
-        connection.connection_made(transport)
-        if not connection.has_deadline():
-            raise untested(
-                "a new connection that stays silent is never closed", aiohttp.__version__
-            )
-        connection.data_received(sent)
-        await _turns(lambda: connection.idle() or transport.closed)
-    finally:
-        connection.connection_lost(None)
-        await _turns(lambda: not server.tasks)
-        for task in server.tasks:
-            task.cancel()
-        ours.close()
-        theirs.close()
-    return transport.sent
-
-
-async def _turns(condition: Callable[[], bool]) -> None:
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
-        if condition():
-            return
