@@ -19,11 +19,6 @@ app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a ret
 QUESTIONS_MAX = 1000  # asked one by one on a timer: more would load the retriever
 
 
-@app.callback()
-def _group() -> None:
-    """Pinned questions that defend a retriever's identity."""
-
-
 @app.command("record")
 def record_command(
     questions: Annotated[

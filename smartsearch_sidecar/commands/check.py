@@ -16,10 +16,11 @@ from smartsearch_sidecar.errors import GOING_ON, remedy
 RunDir = Annotated[
     Path | None,
     Option(
-        "--run-dir",
         help=f"The served run's directory; without it {ENDPOINTS_VARIABLE} names endpoints.json.",
     ),
 ]
+
+Settle = Annotated[float, Option(min=0, max=600, help="Seconds to wait for work in flight.")]
 
 
 def url(
@@ -35,9 +36,7 @@ def url(
 
 def check(
     run_dir: RunDir = None,
-    settle: Annotated[
-        float, Option(min=0, max=600, help="Seconds to wait for work in flight.")
-    ] = 0.0,
+    settle: Settle = 0.0,
     as_json: Annotated[bool, Option("--json", help="Print the whole answer.")] = False,
 ) -> None:
     """The checkpoint gate: exit 0 healthy, 1 not, 2 unreachable.
@@ -62,49 +61,35 @@ def check(
     raise typer.Exit(0 if answer.status == 200 else 1)
 
 
-def _print_state(value: dict[str, object]) -> None:
-    """Prints the state in one sentence, and for a failed run what to do."""
-    typer.echo(_sentence(value))
-    cause = value.get("cause")
-    if value["state"] == "failed" and isinstance(cause, dict):
-        typer.echo(f"  {remedy(cause['cause'])}\n  {GOING_ON}")
-
-
-def _sentence(value: dict[str, object]) -> str:
+def _print_state(value: dict[str, Any]) -> None:
+    """Prints the state, a line for each node of many, and for a failed run what to do."""
     cluster = value.get("cluster")
-    if isinstance(cluster, dict):
-        return _run_sentence(value, cluster)
-    counted = f"{value['retrieval_responses']} of {value['retrieval_attempts']} searches answered"
-    cause = value.get("cause")
-    if value["state"] == "failed" and isinstance(cause, dict):
-        return f"failed: {cause['cause']}: {cause['detail']} ({counted})"
-    return f"{value['state']}: {counted}"
-
-
-def _run_sentence(value: dict[str, object], cluster: dict[str, Any]) -> str:
-    """The same for a run of many nodes, and a line for each node."""
-    used, nodes = cluster["counts"], cluster["nodes"]
-    counted = (
-        f"{used.get('answered', 0)} of {used.get('searches', 0)} searches answered, "
-        f"{len(nodes)} of {cluster['expected']} nodes joined"
-    )
-    cause = value.get("cause")
-    if value["state"] == "failed" and isinstance(cause, dict):
-        summary = f"failed: {cause['cause']}: {cause['detail']} ({counted})"
+    if cluster is None:
+        detail = ""
+        counted = (
+            f"{value['retrieval_responses']} of {value['retrieval_attempts']} searches answered"
+        )
     else:
-        detail = f" ({cluster['detail']})" if cluster["detail"] else ""
-        summary = f"{value['state']}{detail}: {counted}"
-    lines = [summary]
-    for name, node in nodes.items():
+        used, detail = cluster["counts"], f" ({cluster['detail']})" if cluster["detail"] else ""
+        counted = (
+            f"{used.get('answered', 0)} of {used.get('searches', 0)} searches answered, "
+            f"{len(cluster['nodes'])} of {cluster['expected']} nodes joined"
+        )
+    cause = value.get("cause") if value["state"] == "failed" else None
+    if cause is not None:
+        typer.echo(f"failed: {cause['cause']}: {cause['detail']} ({counted})")
+    else:
+        typer.echo(f"{value['state']}{detail}: {counted}")
+    for name, node in cluster["nodes"].items() if cluster is not None else ():
         counts = node.get("counts", {})
-        state = node.get("state", "joining")
         why = f": {node['cause']}" if node.get("cause") else ""
-        answered = f"{counts.get('answered', 0)} of {counts.get('searches', 0)} answered"
-        lines.append(
-            f"  {name}: {state}{why}, {answered}, record {node.get('seq', 0)}, "
+        typer.echo(
+            f"  {name}: {node.get('state', 'joining')}{why}, {counts.get('answered', 0)} of "
+            f"{counts.get('searches', 0)} answered, record {node.get('seq', 0)}, "
             f"{node['hearing']} ({node['silent_seconds']:.1f} s)"
         )
-    return "\n".join(lines)
+    if cause is not None:
+        typer.echo(f"  {remedy(cause['cause'])}\n  {GOING_ON}")
 
 
 def checkpoint(
@@ -115,9 +100,7 @@ def checkpoint(
         str | None, Option(help="Where the checkpoint is; kept in the receipt.")
     ] = None,
     manifest_sha256: Annotated[str | None, Option(help="Of its manifest, if it has one.")] = None,
-    settle: Annotated[
-        float, Option(min=0, max=600, help="Seconds to wait for work in flight.")
-    ] = 30.0,
+    settle: Settle = 30.0,
     receipt: Annotated[Path | None, Option(help="Write it here, not to standard output.")] = None,
 ) -> None:
     """Have a checkpoint accepted, and keep its receipt: exit 0 accepted, 1 refused, 2 unreachable.
@@ -154,11 +137,9 @@ def checkpoint(
 
 def _refusal(value: object) -> str:
     found = value.get("error") if isinstance(value, dict) else None
-    return (
-        str(found["message"])
-        if isinstance(found, dict)
-        else "got no error message: is another program on this port?"
-    )
+    if isinstance(found, dict):
+        return str(found["message"])
+    return "got no error message: is another program on this port?"
 
 
 def latch(

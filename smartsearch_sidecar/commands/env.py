@@ -83,11 +83,6 @@ def _digest(text: str, row: int) -> str:
         raise errors.USAGE(f"row {row}: its environment has no UTF-8 form") from None
 
 
-@app.callback()
-def _group() -> None:
-    """The environments of a dataset."""
-
-
 @app.command("digest")
 def digest(
     dataset: Annotated[

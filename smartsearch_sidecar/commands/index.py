@@ -35,11 +35,6 @@ STAGES = {
 }
 
 
-@app.callback()
-def _group() -> None:
-    """Make the index that is searched."""
-
-
 @app.command("build")
 def build(
     corpus: Annotated[
@@ -120,15 +115,9 @@ def _progress() -> Iterator[BuildProgress]:
     if not console.is_terminal:
         yield stage_lines()
         return
-    with Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as bars:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}")
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    with Bars(*columns, *times, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def update(stage: str, done: int, total: int) -> None:

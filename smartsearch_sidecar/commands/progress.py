@@ -19,24 +19,16 @@ def verification(what: str = "verifying the index") -> Iterator[Callable[[int, i
     """Yields ``progress(bytes_done, bytes_in_all)``, callable from another thread."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _plain(what)
+        show = plain_lines()
+        yield lambda done, total: show(lambda: f"{what}: {done // MIB} of {total // MIB} MiB")
         return
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(what, total=None)
-    running = False
 
     def update(done: int, total: int) -> None:
-        nonlocal running
-        if not running:
+        if not bar.finished:  # a bar that is done does not come back
             bar.start()
-            running = True
         bar.update(task, completed=done, total=total)
         if done >= total:
             bar.stop()
@@ -45,15 +37,6 @@ def verification(what: str = "verifying the index") -> Iterator[Callable[[int, i
         yield update
     finally:
         bar.stop()
-
-
-def _plain(what: str) -> Callable[[int, int], None]:
-    show = plain_lines()
-
-    def update(done: int, total: int) -> None:
-        show(lambda: f"{what}: {done // MIB} of {total // MIB} MiB")
-
-    return update
 
 
 def plain_lines(clock: Callable[[], float] = time.monotonic) -> Callable[[Callable[[], str]], None]:

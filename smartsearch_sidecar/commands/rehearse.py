@@ -8,7 +8,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.text import Text
 from typer import Option
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.client import Client, Endpoints
+from smartsearch_sidecar.client import Client
 from smartsearch_sidecar.commands.dataset import is_parquet, parquet_rows
 from smartsearch_sidecar.commands.progress import plain_lines
 from smartsearch_sidecar.config import Config, load
@@ -33,7 +32,7 @@ from smartsearch_sidecar.load_test.client_worker import (
     Workload,
     ask,
 )
-from smartsearch_sidecar.load_test.processes import ClientWorkers, scratch_sidecar, scratch_text
+from smartsearch_sidecar.load_test.processes import play, scratch_sidecar, scratch_text
 from smartsearch_sidecar.load_test.report import (
     CallStats,
     LoadTestResult,
@@ -43,7 +42,6 @@ from smartsearch_sidecar.load_test.report import (
 )
 
 UNLOADED = 20  # searches asked one at a time before the ranks begin
-LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 15.0
 BAR_WIDTH = 40
 QUESTIONS_MAX = 5000
@@ -103,9 +101,10 @@ def _run(
     scratch, run = folder / "scratch.toml", folder / "run"
     scratch.write_text(scratch_text(config), encoding="utf-8")
     environment = config.execute.environment
+    stats = CallStats()
     print("starting a scratch sidecar (a large index takes a while)", file=sys.stderr, flush=True)
-    with scratch_sidecar(scratch, run) as endpoints, ClientWorkers() as workers:
-        client = Client(endpoints.sandbox_url)
+    with scratch_sidecar(scratch, run) as endpoints:
+        client, internal = Client(endpoints.sandbox_url), Client(endpoints.internal_url)
         chosen, source = found or (questions_of_corpus(client, config), "passages of the corpus")
         unloaded = [
             ask(client, question, environment)[1] for question in (chosen * UNLOADED)[:UNLOADED]
@@ -114,20 +113,16 @@ def _run(
             Workload(endpoints.sandbox_url, environment, chosen, rank, ranks, seconds)
             for rank in range(ranks)
         ]
-        began = time.monotonic()
-        workers.start(workloads)
-        with _view(workers.stats, endpoints, ranks) as look:
-            workers.wait(seconds, look, every=LOOK_SECONDS)
-        took = time.monotonic() - began
-        internal = Client(endpoints.internal_url)
+        with _view(stats, internal, ranks) as look:
+            play(workloads, stats, look)
         health = internal.health(SETTLE_SECONDS).value
         status = internal.call("GET", "/status").value
         cause = health.get("cause")
         result = LoadTestResult(
             ranks=ranks,
-            took_seconds=min(took, max(seconds, LOOK_SECONDS)),
+            took_seconds=seconds,
             unloaded_seconds=statistics.median(unloaded),
-            stats=workers.stats,
+            stats=stats,
             most_waiting=status["slots"]["most_waiting"],
             state=health["state"],
             cause=None if cause is None else f"{cause['cause']}: {cause['detail']}",
@@ -141,32 +136,25 @@ def _run(
 
 
 @contextmanager
-def _view(stats: CallStats, endpoints: Endpoints, ranks: int) -> Iterator[Callable[[], None]]:
+def _view(stats: CallStats, internal: Client, ranks: int) -> Iterator[Callable[[float], None]]:
     """A table on a terminal, a line every few seconds elsewhere."""
     console = Console(stderr=True)
-    internal = Client(endpoints.internal_url)
-    began = time.monotonic()
     if not console.is_terminal:
-        yield _plain(stats, began)
+        show = plain_lines()
+
+        def tell(seconds: float) -> None:
+            failed = sum(stats.failures.values())
+            show(lambda: f"load test: {seconds:.0f} s, {stats.calls:,} calls, {failed:,} failed")
+
+        yield tell
         return
     with Live(console=console, transient=True, auto_refresh=False) as live:
 
-        def look() -> None:
+        def look(seconds: float) -> None:
             slots = internal.call("GET", "/status").value["slots"]
-            live.update(_table(stats, slots, ranks, time.monotonic() - began), refresh=True)
+            live.update(_table(stats, slots, ranks, seconds), refresh=True)
 
         yield look
-
-
-def _plain(stats: CallStats, began: float) -> Callable[[], None]:
-    show = plain_lines()
-
-    def look() -> None:
-        failed = sum(stats.failures.values())
-        seconds = time.monotonic() - began
-        show(lambda: f"load test: {seconds:.0f} s, {stats.calls:,} calls, {failed:,} failed")
-
-    return look
 
 
 def _table(stats: CallStats, slots: dict[str, Any], ranks: int, seconds: float) -> Table:
@@ -187,8 +175,7 @@ def _table(stats: CallStats, slots: dict[str, Any], ranks: int, seconds: float) 
 
 
 def _latency(stats: CallStats) -> str:
-    shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("slowest", 1.0))
-    return ", ".join(f"{name} {stats.percentile(share) * 1000:,.0f} ms" for name, share in shares)
+    return ", ".join(f"{name} {value:,.0f} ms" for name, value in stats.percentiles().items())
 
 
 def _report(result: LoadTestResult, config: Config, why: list[str], source: str) -> None:

@@ -11,9 +11,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Final, Self
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client
@@ -27,8 +28,6 @@ CLIENT_SECONDS: Final = 10.0
 ANSWERED: Final = "answered"
 DECLINED: Final = "declined"
 """Outcomes that are no failure. Every other one is a status and code, ``timeout`` or ``lost``."""
-TIMEOUT: Final = "timeout"
-LOST: Final = "lost"
 
 STOCK_QUESTIONS: Final = (
     "Who wrote the first history of the world?",
@@ -50,12 +49,10 @@ class Workload:
     """What one rank asks, and for how long.
 
     Attributes:
-        sandbox_url: holds a capability, so a workload travels by standard input, never as an
-            argument.
+        sandbox_url: holds a capability, so a workload is never an argument of a process.
         environment: the ``env`` text of each call.
-        questions: asked in turn; a question that comes again has the number of its lap beside it.
-        rank: the number of this rank, from 0.
-        ranks: how many there are.
+        questions: asked in turn.
+        rank: the number of this rank, from 0, of ``ranks``.
         seconds: for how long new calls are made.
     """
 
@@ -66,15 +63,6 @@ class Workload:
     ranks: int
     seconds: float
 
-    def to_line(self) -> str:
-        """The line of standard input."""
-        return json.dumps(asdict(self)) + "\n"
-
-    @classmethod
-    def from_line(cls, line: str) -> Self:
-        """The workload of a line of standard input."""
-        return cls(**json.loads(line))
-
 
 def ask(client: Client, question: str, environment: str) -> tuple[str, float]:
     """One call as the rollout makes it: its outcome and seconds. A failed call does not raise."""
@@ -83,13 +71,12 @@ def ask(client: Client, question: str, environment: str) -> tuple[str, float]:
         answer = client.execute(question, environment)
     except errors.Unreachable:
         took = time.monotonic() - began
-        return (TIMEOUT if took > CLIENT_SECONDS - _EARLY else LOST), took
+        return ("timeout" if took > CLIENT_SECONDS - _EARLY else "lost"), took
     took = time.monotonic() - began
-    value = answer.value
     if answer.status != 200:
-        code = value.get("error", {}).get("code") if isinstance(value, dict) else None
-        return f"{answer.status} {code}", took
-    return (DECLINED if value.get("result") == DECLINED_RESULT else ANSWERED), took
+        value = answer.value if isinstance(answer.value, dict) else {}
+        return f"{answer.status} {value.get('error', {}).get('code')}", took
+    return (DECLINED if answer.value.get("result") == DECLINED_RESULT else ANSWERED), took
 
 
 def questions_of(workload: Workload, thread: int) -> Iterator[str]:
@@ -107,45 +94,25 @@ def questions_of(workload: Workload, thread: int) -> Iterator[str]:
         place += step
 
 
-def run(workload: Workload, on_call: Callable[[str, float], None]) -> None:
-    """Calls from eight threads until the time is over, and waits for the calls under way.
-
-    Args:
-        workload: what is asked.
-        on_call: gets the outcome and the seconds of each call, in the thread that made it.
-    """
+def main() -> None:
+    """Runs the workload of standard input, until its time is over and its last call has ended."""
+    workload = Workload(**json.loads(sys.stdin.readline()))
+    print("ready", flush=True)
+    sys.stdin.readline()
     until = time.monotonic() + workload.seconds
     client = Client(workload.sandbox_url, timeout_seconds=CLIENT_SECONDS)
+    printing = threading.Lock()
 
     def call_until_over(thread: int) -> None:
         questions = questions_of(workload, thread)
         while time.monotonic() < until:
-            on_call(*ask(client, next(questions), workload.environment))
+            outcome, seconds = ask(client, next(questions), workload.environment)
+            with printing:  # a line is never cut by another thread's
+                print(f"{seconds:.6f} {outcome}", flush=True)
 
-    threads = [threading.Thread(target=call_until_over, args=(i,)) for i in range(THREADS_PER_RANK)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Runs the workload that standard input names."""
-    workload = Workload.from_line(sys.stdin.readline())
-    _print("ready")
-    sys.stdin.readline()
-    printing = threading.Lock()
-
-    def on_call(outcome: str, seconds: float) -> None:
-        with printing:  # a line is never cut by another thread's
-            _print(f"{seconds:.6f} {outcome}")
-
-    run(workload, on_call)
+    with ThreadPoolExecutor(THREADS_PER_RANK) as threads:
+        # The list raises what a thread raised.
+        list(threads.map(call_until_over, range(THREADS_PER_RANK)))
 
 
 if __name__ == "__main__":

@@ -6,19 +6,18 @@ No I/O, no clock.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.load_test.client_worker import (
     ANSWERED,
     CLIENT_SECONDS,
     DECLINED,
     THREADS_PER_RANK,
 )
-
-if TYPE_CHECKING:
-    from smartsearch_sidecar.config import Config
 
 MARGIN: Final = 0.75
 """Share of the deadline that the slowest call of a load test may take: a run is a thousand times
@@ -62,23 +61,21 @@ class CallStats:
         }
 
     def percentile(self, share: float) -> float:
-        """Seconds within which ``share`` of the calls ended; 0 where there are none."""
+        """Seconds within which ``share`` of the calls ended; 0 without calls."""
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+    def percentiles(self) -> dict[str, float]:
+        """Milliseconds within which half of the calls ended, nine of ten, 99 %, and all."""
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "slowest": 1.0}
+        return {name: self.percentile(share) * 1000 for name, share in shares.items()}
 
     def histogram(self) -> list[tuple[str, int]]:
         """Calls per bucket, from the first that has some to the last."""
         names = [f"under {bound} ms" for bound in BUCKETS_MS] + ["longer"]
-        counts = [0] * len(names)
-        for seconds in self.seconds:
-            place = next(
-                (i for i, bound in enumerate(BUCKETS_MS) if seconds * 1000 < bound), len(BUCKETS_MS)
-            )
-            counts[place] += 1
-        used = [i for i, count in enumerate(counts) if count]
-        if not used:
-            return []
-        return list(zip(names, counts, strict=True))[used[0] : used[-1] + 1]
+        counts = Counter(bisect_right(BUCKETS_MS, seconds * 1000) for seconds in self.seconds)
+        used = range(min(counts), max(counts) + 1) if counts else ()
+        return [(names[i], counts[i]) for i in used]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +86,10 @@ class LoadTestResult:
         ranks: client processes, eight calls each.
         took_seconds: for how long they called.
         unloaded_seconds: one search at a time, connection included: the median.
-        stats: every call.
         most_waiting: the most requests that waited for a slot at once.
         state: what ``/health`` says of the scratch sidecar at the end.
         cause: of a failed one, its code and detail.
         cache: counters of the answer cache.
-        journal_bytes: the size of the journal it wrote.
     """
 
     ranks: int
@@ -115,7 +110,7 @@ class LoadTestResult:
     @property
     def rate(self) -> float:
         """Calls that ended, per second."""
-        return self.stats.calls / self.took_seconds if self.took_seconds else 0.0
+        return self.stats.calls / self.took_seconds
 
 
 def reasons(result: LoadTestResult, config: Config) -> list[str]:
@@ -141,24 +136,21 @@ def reasons(result: LoadTestResult, config: Config) -> list[str]:
 
 def suggestions(result: LoadTestResult, config: Config) -> list[str]:
     """What to set, a line each: slots, waiting room and deadline."""
-    execute = config.execute
+    execute, at_once = config.execute, result.calls_at_once
     slots, why = _slots(result, execute.slots)
-    at_once = result.calls_at_once
-    room = max(0, at_once - slots)
+    room, why_room = execute.waiting_max, f"enough for {at_once}"
+    if room < at_once - slots:
+        room, why_room = at_once - slots, f"now {room}; {at_once} calls at once"
     slowest = result.stats.percentile(1.0)
-    lines = [f"execute.slots = {slots}  # {why}"]
-    if execute.waiting_max < room:
-        lines.append(
-            f"execute.waiting_max = {room}  # now {execute.waiting_max}; {at_once} calls at once"
-        )
-    else:
-        lines.append(f"execute.waiting_max = {execute.waiting_max}  # enough for {at_once}")
-    wanted = _deadline(slowest, execute.deadline_seconds)
-    lines.append(
-        f"execute.deadline_seconds = {wanted:g}  # slowest call {slowest:.2f} s; the client "
-        f"leaves after {CLIENT_SECONDS:g} s"
-    )
-    return lines
+    deadline = execute.deadline_seconds
+    if deadline >= CLIENT_SECONDS or slowest > MARGIN * deadline:
+        deadline = min(CLIENT_SECONDS - 1, max(deadline, math.ceil(slowest / MARGIN)))
+    why_deadline = f"slowest call {slowest:.2f} s; the client leaves after {CLIENT_SECONDS:g} s"
+    return [
+        f"execute.slots = {slots}  # {why}",
+        f"execute.waiting_max = {room}  # {why_room}",
+        f"execute.deadline_seconds = {deadline:g}  # {why_deadline}",
+    ]
 
 
 def _slots(result: LoadTestResult, slots: int) -> tuple[int, str]:
@@ -166,8 +158,7 @@ def _slots(result: LoadTestResult, slots: int) -> tuple[int, str]:
         return slots, "unchanged: with failed calls the speed of searches is not known"
     if result.most_waiting == 0:
         return slots, "no call had to wait for a slot"
-    ideal = slots / result.unloaded_seconds if result.unloaded_seconds else math.inf
-    share = result.rate / ideal
+    share = result.rate * result.unloaded_seconds / slots
     more = min(result.calls_at_once, slots * 2)
     if share >= SCALING and more > slots:
         return more, (
@@ -178,14 +169,6 @@ def _slots(result: LoadTestResult, slots: int) -> tuple[int, str]:
         f"up to {result.most_waiting} waited, but searches side by side keep {share:.0%} of their "
         "speed alone: more cores or a faster retriever help, more slots do not"
     )
-
-
-def _deadline(slowest: float, deadline: float) -> float:
-    """The configured deadline while it is below the client's timeout and well above ``slowest``."""
-    longest = CLIENT_SECONDS - 1
-    if deadline < CLIENT_SECONDS and slowest <= MARGIN * deadline:
-        return deadline
-    return min(longest, max(deadline, math.ceil(slowest / MARGIN)))
 
 
 def as_json(result: LoadTestResult, config: Config) -> dict[str, Any]:
@@ -203,13 +186,7 @@ def as_json(result: LoadTestResult, config: Config) -> dict[str, Any]:
         "calls_per_second": result.rate,
         "outcomes": dict(stats.outcomes),
         "declined": stats.outcomes[DECLINED],
-        "milliseconds": {
-            "alone": result.unloaded_seconds * 1000,
-            **{
-                name: stats.percentile(share) * 1000
-                for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("slowest", 1.0))
-            },
-        },
+        "milliseconds": {"alone": result.unloaded_seconds * 1000, **stats.percentiles()},
         "histogram": dict(stats.histogram()),
         "most_waiting": result.most_waiting,
         "state": result.state,
