@@ -1,21 +1,9 @@
 """Every failure of the package: one row each. Rows are raised, classes are caught.
 
-``raise errors.BUSY("no slot is free")`` makes an exception that carries its row. A row says:
-
-- ``answer``: what a caller is told: a ``code`` (``error.code`` on the wire, or the word before a
-  sentence on a terminal), the HTTP ``status``, and a ``sentence``. The sentence is constant, so
-  that nothing of a request, a capability or a reference answer can reach an answer; the ledger and
-  the log hold the detail.
-- ``cause``: what closes the latch, ``None`` where the failure must not close it.
-- ``remedy``: what the person on call looks at. A closed latch never opens again: what a remedy says
-  comes before a new run (``run.previous``).
-
-Codes and causes are stable: other people's scripts read them.
-
-A failure has a class of its own only where some code catches it by that class.
-
-The message of an exception is for a person who does not know the code: it names the thing and the
-remedy, and never holds a capability or a reference answer.
+``raise errors.BUSY("no slot is free")`` makes an exception that carries its row. The message of an
+exception is for a person who does not know the code: it names the thing and the remedy, and never
+holds a capability or a reference answer. Codes and causes are stable: other people's scripts read
+them. A failure has a class of its own only where some code catches it by that class.
 """
 
 from __future__ import annotations
@@ -33,31 +21,35 @@ GOING_ON: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a caller is told: code, HTTP status (``None``: no request meets it), sentence."""
+    """What a caller is told.
+
+    The sentence is constant, so that nothing of a request, a capability or a reference answer can
+    reach an answer; the ledger and the log hold the detail.
+    """
 
     code: str
+    """``error.code`` on the wire, or the word before a sentence on a terminal."""
     status: int | None = None
+    """Of HTTP. ``None``: no request meets it."""
     sentence: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure(Generic[Raised]):
-    """One row of the table; see the head of this file for the columns.
-
-    Attributes:
-        family: the class its exceptions are caught by.
-        as_reward: the row under which a reward request meets it, where that is another one: the
-            latch then says whose request it was.
-        says_more: the message itself is answered instead of the sentence: each one is constant, and
-            only the holder of the internal capability reads it.
-    """
+    """One row of the table."""
 
     family: type[Raised]
+    """The class its exceptions are caught by."""
     answer: Told
     cause: str | None = None
+    """What closes the latch, ``None`` where the failure must not close it."""
     remedy: str = ""
+    """What the person on call looks at, before a new run: a closed latch never opens again."""
     as_reward: Failure[Any] | None = None
+    """The row under which a reward request meets it: the latch then says whose request it was."""
     says_more: bool = False
+    """The message itself is answered instead of the sentence: each one is constant, and only the
+    holder of the internal capability reads it."""
 
     def __call__(self, message: str, **details: Any) -> Raised:
         """The exception to raise. ``details`` are the further words its class takes."""
@@ -203,8 +195,6 @@ class ClusterUnreadable(SidecarError):
 
 # --- what a caller is told by several rows --------------------------------------------------------
 
-_NO_REWARD: Final = "No reward was given and the run is over; ask /health for the cause."
-
 _INVALID_BODY: Final = Told(
     "invalid_body", 400, "Send the body whole, in time, with exactly one Content-Length."
 )
@@ -221,7 +211,6 @@ _RETRIEVAL_FAILED: Final = Told(
     "The run has failed and answers nothing more; ask /health for the cause.",
 )
 _RESPONSE_UNDELIVERED: Final = Told("response_undelivered", 502, "The client had left.")
-_REWARD_FAILED: Final = Told("reward_failed", 502, _NO_REWARD)
 
 _PROVIDER: Final = (
     "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
@@ -234,15 +223,34 @@ def _closes(family: type[Raised], answer: Told, remedy: str) -> Failure[Raised]:
     return Failure(family, answer, answer.code, remedy)
 
 
-def _no_reward(family: type[Raised], code: str, remedy: str) -> Failure[Raised]:
-    """A row under which a reward request gets no score."""
-    return _closes(family, Told(code, 502, _NO_REWARD), remedy)
+def _ends(answer: Told, remedy: str) -> Failure[SidecarError]:
+    """The same for a row that no code catches by a class of its own."""
+    return _closes(SidecarError, answer, remedy)
+
+
+def _http(
+    family: type[Raised], answer: Told, remedy: str, as_reward: Failure[Any] | None = None
+) -> Failure[Raised]:
+    """A row that closes the latch under ``http_`` and its code."""
+    return Failure(family, answer, f"http_{answer.code}", remedy, as_reward)
+
+
+def _reward_http(family: type[Raised], answer: Told, remedy: str) -> Failure[Raised]:
+    """The same for a reward request: ``reward_http_`` and its code."""
+    return Failure(family, answer, f"reward_http_{answer.code}", remedy)
+
+
+def _no_score(code: str) -> Told:
+    """A reward request gets no score."""
+    return Told(code, 502, "No reward was given and the run is over; ask /health for the cause.")
 
 
 def _helper(code: str, fault: str) -> Failure[HelperFault]:
     """A row of a helper whose own log says more."""
-    return _no_reward(HelperFault, code, f"Look at the helper's own log: {fault}")
+    return _closes(HelperFault, _no_score(code), f"Look at the helper's own log: {fault}")
 
+
+_REWARD_FAILED: Final = _no_score("reward_failed")
 
 # --- misuse: found before a run begins, or by a command; exit 2 -----------------------------------
 
@@ -270,29 +278,17 @@ _CLIENT = (
 )
 
 
-REWARD_INVALID_BODY: Final = Failure(
-    EdgeRefusal,
-    _INVALID_BODY,
-    "reward_http_invalid_body",
-    "A reward request arrived late, short or of no declared length.",
+REWARD_INVALID_BODY: Final = _reward_http(
+    EdgeRefusal, _INVALID_BODY, "A reward request arrived late, short or of no declared length."
 )
-REWARD_BODY_SIZE: Final = Failure(
-    EdgeRefusal,
-    _BODY_SIZE,
-    "reward_http_body_size",
-    "A reward request is too large: send fewer rows a batch.",
+REWARD_BODY_SIZE: Final = _reward_http(
+    EdgeRefusal, _BODY_SIZE, "A reward request is too large: send fewer rows a batch."
 )
-REWARD_CONTENT_TYPE: Final = Failure(
-    EdgeRefusal,
-    _CONTENT_TYPE,
-    "reward_http_content_type",
-    "A reward request was not declared as JSON.",
+REWARD_CONTENT_TYPE: Final = _reward_http(
+    EdgeRefusal, _CONTENT_TYPE, "A reward request was not declared as JSON."
 )
-REWARD_INVALID_JSON: Final = Failure(
-    InvalidRequest,
-    _INVALID_REQUEST,
-    "reward_http_invalid_request",
-    "A reward request was not strict JSON.",
+REWARD_INVALID_JSON: Final = _reward_http(
+    InvalidRequest, _INVALID_REQUEST, "A reward request was not strict JSON."
 )
 INVALID_REWARD_REQUEST: Final = Failure(
     InvalidRequest,
@@ -301,10 +297,9 @@ INVALID_REWARD_REQUEST: Final = Failure(
     "A reward request is not of the documented shape: compare the trainer's integration file "
     "with this version's.",
 )
-REWARD_BUSY: Final = Failure(
+REWARD_BUSY: Final = _reward_http(
     SidecarError,
     _BUSY,
-    "reward_http_busy",
     "More reward requests came at once than there is room for: raise reward.slots or "
     "reward.waiting_max, or see why the helper is slow.",
 )
@@ -313,38 +308,32 @@ UNAUTHORIZED: Final = Failure(
     Told("unauthorized", 401, "No such path: the first segment must be the run's capability."),
 )
 # The execute capability with a path that is not served.
-NOT_FOUND: Final = Failure(
-    EdgeRefusal, _NOT_FOUND, "http_not_found", f"{_CLIENT}; its path was another."
-)
+NOT_FOUND: Final = _http(EdgeRefusal, _NOT_FOUND, f"{_CLIENT}; its path was another.")
 METHOD_NOT_ALLOWED: Final = Failure(
     EdgeRefusal, Told("method_not_allowed", 405, "This route does not take this method.")
 )
 # The body's length is not declared exactly once, or the body came late or short.
-INVALID_BODY: Final = Failure(
+INVALID_BODY: Final = _http(
     EdgeRefusal,
     _INVALID_BODY,
-    "http_invalid_body",
     f"{_CLIENT}; its body was late, short or of no declared length.",
     as_reward=REWARD_INVALID_BODY,
 )
-BODY_SIZE: Final = Failure(
+BODY_SIZE: Final = _http(
     EdgeRefusal,
     _BODY_SIZE,
-    "http_body_size",
     f"{_CLIENT}, or raise execute.body_bytes_max.",
     as_reward=REWARD_BODY_SIZE,
 )
-CONTENT_TYPE: Final = Failure(
+CONTENT_TYPE: Final = _http(
     EdgeRefusal,
     _CONTENT_TYPE,
-    "http_content_type",
     f"{_CLIENT}; its body was not declared as JSON.",
     as_reward=REWARD_CONTENT_TYPE,
 )
-BAD_MESSAGE: Final = Failure(
+BAD_MESSAGE: Final = _http(
     EdgeRefusal,
     Told("bad_message", 400, "This is not an HTTP/1.1 request this server can read."),
-    "http_bad_message",
     f"{_CLIENT}, and look for a proxy in between (NO_PROXY=127.0.0.1).",
 )
 
@@ -367,10 +356,9 @@ NOT_READY: Final = Failure(SidecarError, Told("not_ready", 503, "The index is st
 # --- the contract: a request that says something we do not serve ----------------------------------
 
 # Not strict JSON, or text that has no UTF-8 form.
-INVALID_JSON: Final = Failure(
+INVALID_JSON: Final = _http(
     InvalidRequest,
     _INVALID_REQUEST,
-    "http_invalid_request",
     f"{_CLIENT}; its body was not strict JSON.",
     as_reward=REWARD_INVALID_JSON,
 )
@@ -389,14 +377,13 @@ INVALID_SEARCH_REQUEST: Final = Failure(
     "A search request is not of the documented shape: compare its client with the route's form.",
 )
 # A protocol tag in a query, with `on_invalid_query = "latch"`: an attempt that failed.
-QUERY_TAGGED: Final = _closes(SidecarError, _RETRIEVAL_FAILED, _PROVIDER)
+QUERY_TAGGED: Final = _ends(_RETRIEVAL_FAILED, _PROVIDER)
 
 # --- the client: it was gone before its answer was handed over ------------------------------------
 
 # Whether this closes the latch, `execute.on_undelivered` says.
 CLIENT_GONE: Final = Failure(SidecarError, _RESPONSE_UNDELIVERED)
-RESPONSE_UNDELIVERED: Final = _closes(
-    SidecarError,
+RESPONSE_UNDELIVERED: Final = _ends(
     _RESPONSE_UNDELIVERED,
     "A rollout gave up before its answer: see whether searches or the disk are slow (the charts "
     "below), and whether a rollout process was killed.",
@@ -404,16 +391,14 @@ RESPONSE_UNDELIVERED: Final = _closes(
 
 # --- overload and the run's own limits ------------------------------------------------------------
 
-BUSY: Final = Failure(
+BUSY: Final = _http(
     SidecarError,
     _BUSY,
-    "http_busy",
     "More calls came at once than there is room for: raise execute.slots, execute.waiting_max or "
     "server.connections_max, or see why searches are slow.",
     as_reward=REWARD_BUSY,
 )
-QUOTA_EXHAUSTED: Final = _closes(
-    SidecarError,
+QUOTA_EXHAUSTED: Final = _ends(
     Told("quota_exhausted", 429, "The run's quota is used up."),
     "The run has used what it was allowed: raise the quota named in the detail for the next run, "
     "after asking whether so much use was meant.",
@@ -447,8 +432,7 @@ DOCUMENT_DRIFT: Final = Failure(
     "A document has other contents than earlier in this run: the retriever's corpus was changed, "
     "or several retrievers with different ones answer in turn.",
 )
-DEADLINE_PASSED: Final = _closes(
-    SidecarError,
+DEADLINE_PASSED: Final = _ends(
     Told("deadline", 504, "The search was still running at its deadline."),
     "A search took too long: see whether the retriever or this machine is overloaded; "
     "execute.deadline_seconds must stay under the rollout's own 10 seconds.",
@@ -471,21 +455,19 @@ LEDGER_FAILED: Final = _closes(
     "I/O errors.",
 )
 LEDGER_CORRUPT: Final = Failure(LedgerCorrupt, Told("ledger_corrupt"))
-UNRESOLVED_AFTER_RESTART: Final = _closes(
-    SidecarError,
+UNRESOLVED_AFTER_RESTART: Final = _ends(
     Told("unresolved_after_restart"),
     "The process died with work in flight: find out why (memory, a signal, the node), because "
     "rollouts met that outage as text.",
 )
-UNCLEAN_RESTART: Final = _closes(
-    SidecarError,
+UNCLEAN_RESTART: Final = _ends(
     Told("unclean_restart"),
     "The process died and came back: rollouts that asked meanwhile met an error as text. Find "
     "out why it died.",
 )
 # Closed by hand: `POST /latch`, or the trainer's own integration.
-OPERATOR: Final = _closes(
-    SidecarError, Told("operator"), "Somebody closed this run by hand: the reason is in the detail."
+OPERATOR: Final = _ends(
+    Told("operator"), "Somebody closed this run by hand: the reason is in the detail."
 )
 INTERNAL_ERROR: Final = _closes(
     InvariantBroken,
@@ -498,9 +480,7 @@ INTERNAL_ERROR: Final = _closes(
 # Each one closes the latch under its own name: the pinned trainer swallows an exception and scores
 # the batch again, so a refusal that only raised would be trained over.
 
-REWARD_FAILED: Final = _closes(
-    SidecarError, _REWARD_FAILED, "No reward could be given: the detail names the step."
-)
+REWARD_FAILED: Final = _ends(_REWARD_FAILED, "No reward could be given: the detail names the step.")
 REWARD_CANCELLED: Final = Failure(
     SidecarError,
     _REWARD_FAILED,
@@ -514,21 +494,18 @@ REWARD_DEADLINE: Final = Failure(
     "A batch took longer than reward.deadline_seconds: see whether the helper is slow, or send "
     "fewer rows.",
 )
-REFERENCE_MISMATCH: Final = _closes(
-    SidecarError,
+REFERENCE_MISMATCH: Final = _ends(
     Told(
         "reference_mismatch", 409, "Question and answers are not those of the declared references."
     ),
     "A rollout's question or answers are not in reward.references: point it at the files the "
     "trainer reads.",
 )
-NO_USER_TURN: Final = _closes(
-    SidecarError,
+NO_USER_TURN: Final = _ends(
     Told("no_user_turn", 409, "The text has no user turn: keep special tokens when decoding."),
     "Special tokens were lost: decode rollouts with skip_special_tokens=False.",
 )
-TEMPLATE_DIFFERS: Final = _closes(
-    SidecarError,
+TEMPLATE_DIFFERS: Final = _ends(
     Told(
         "template_differs",
         409,
@@ -537,29 +514,25 @@ TEMPLATE_DIFFERS: Final = _closes(
     "The scorer cannot read the rollout: chat template or decoding differ from the pinned "
     "trainer's.",
 )
-SOLUTION_TOO_LONG: Final = _closes(
-    SidecarError,
+SOLUTION_TOO_LONG: Final = _ends(
     Told("solution_too_long", 413, "The rollout is over reward.max_input_bytes."),
     "A rollout is over reward.max_input_bytes: raise it, or see why it is so long.",
 )
-SOURCE_CHANGED: Final = _no_reward(
-    SidecarError,
-    "source_changed",
+SOURCE_CHANGED: Final = _ends(
+    _no_score("source_changed"),
     "The scorer's source changed on disk while the run was served: put the verified one back.",
 )
-SCORER_FAILED: Final = _no_reward(
+SCORER_FAILED: Final = _closes(
     ScorerFailed,
-    "scorer_failed",
+    _no_score("scorer_failed"),
     "The pinned scorer raised: the detail names where; compare checkout and data.",
 )
-NONFINITE_REWARD: Final = _no_reward(
-    SidecarError,
-    "nonfinite_reward",
+NONFINITE_REWARD: Final = _ends(
+    _no_score("nonfinite_reward"),
     "The scorer gave no finite number: keep the rollout named in the journal.",
 )
-PROMPTS_DIFFER: Final = _no_reward(
-    SidecarError,
-    "prompts_differ",
+PROMPTS_DIFFER: Final = _ends(
+    _no_score("prompts_differ"),
     "The scorer asked other prompts in its second pass: it is not the pinned one, or not "
     "deterministic; set reward.side_by_side = false.",
 )
@@ -573,9 +546,8 @@ PROVENANCE_BROKEN: Final = _closes(
     "A rollout holds a result this run never gave: it met an error on the way. Look for a proxy, "
     "a timeout or a restart, and set NO_PROXY=127.0.0.1.",
 )
-VERDICTS_UNPARSED: Final = _no_reward(
-    SidecarError,
-    "verdicts_unparsed",
+VERDICTS_UNPARSED: Final = _ends(
+    _no_score("verdicts_unparsed"),
     "The helper writes neither 0 nor 1 too often, and each such verdict counts as correct: look "
     "at its answers with `ledger show`, and at its model and template.",
 )
@@ -583,9 +555,9 @@ VERDICTS_UNPARSED: Final = _no_reward(
 # --- the helper: why a call gave no usable verdict ------------------------------------------------
 
 HELPER_FAILED: Final = _helper("helper_failed", "it did not answer as its protocol says.")
-HELPER_UNREACHABLE: Final = _no_reward(
+HELPER_UNREACHABLE: Final = _closes(
     HelperUnreachable,
-    "helper_unreachable",
+    _no_score("helper_unreachable"),
     "Look at the helper's own log: nothing takes connections at reward.helper.url.",
 )
 # The exchange broke after something had been sent.
@@ -596,17 +568,17 @@ HELPER_TIMEOUT: Final = _helper(
 )
 HELPER_STATUS: Final = _helper("helper_status", "it answered with an error status.")
 # A redirect is never followed: the prompt holds reference answers.
-HELPER_REDIRECT: Final = _no_reward(
+HELPER_REDIRECT: Final = _closes(
     HelperFault,
-    "helper_redirect",
+    _no_score("helper_redirect"),
     "The helper's address redirects: put the final one into reward.helper.url.",
 )
 HELPER_ANSWER_INVALID: Final = _helper(
     "helper_answer_invalid", "its answer is not of the protocol's shape."
 )
-HELPER_NOT_JSON: Final = _no_reward(
+HELPER_NOT_JSON: Final = _closes(
     HelperFault,
-    "helper_not_json",
+    _no_score("helper_not_json"),
     "What answers at reward.helper.url is no helper: a proxy or a login page.",
 )
 HELPER_EMPTY: Final = _helper(
@@ -618,9 +590,9 @@ HELPER_USAGE_MISSING: Final = _helper(
 HELPER_FINISH_REASON: Final = _helper(
     "helper_finish_reason", "it stopped for a reason other than stop or length."
 )
-HELPER_IDENTITY: Final = _no_reward(
+HELPER_IDENTITY: Final = _closes(
     HelperIdentity,
-    "helper_identity",
+    _no_score("helper_identity"),
     "The helper serves another model than reward.helper declares: put the declared one back.",
 )
 HELPER_OVERLONG: Final = _helper("helper_overlong", "it ignored the limit of tokens it was given.")
@@ -641,8 +613,7 @@ CLUSTER_UNREADABLE: Final = _closes(
     "Something else wrote to this run's keys: use one version on every node, and a "
     "cluster.run_id that no other run has.",
 )
-NODE_LOST: Final = _closes(
-    SidecarError,
+NODE_LOST: Final = _ends(
     Told("node_lost", 503, "A node of the run is lost; ask /health for the cause."),
     "The node named in the detail was silent for cluster.lost_seconds, or never joined: look at "
     "its machine, its sidecar's log and its way to the NATS servers.",

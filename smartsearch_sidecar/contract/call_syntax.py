@@ -19,7 +19,6 @@ TOP_N: Final = 5
 CALL_WORDS_MAX: Final = 138
 """Names, numbers and marks in a call outside strings: ten, and 64 pairs of parentheses more."""
 
-
 # What repr() writes for a string, between quotes. No name, comment or white space is in question
 # here, so the text means the same to this expression as to Python's own reader.
 _ESCAPE: Final = r"\\(?:[\\'\"nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})"
@@ -77,21 +76,6 @@ def _unescape(match: re.Match[str]) -> str:
 
 def _literal_call(call: str) -> tuple[str, bool]:
     """The query of a call in any spelling, and whether its ``top_n`` is ``TOP_N``."""
-    keywords = _keywords(call)
-    values = {keyword.arg: keyword.value for keyword in keywords}
-    query, top_n = values.get("query"), values.get("top_n")
-    if (
-        len(keywords) != 2
-        or not (isinstance(query, ast.Constant) and isinstance(top_n, ast.Constant))
-        or not isinstance(query.value, str)
-    ):
-        raise errors.INVALID_NATIVE_REQUEST(
-            "call must have exactly a string query and the number top_n."
-        )
-    return query.value, type(top_n.value) is int and top_n.value == TOP_N
-
-
-def _keywords(call: str) -> list[ast.keyword]:
     if not _bounded(call):
         raise _not_a_call()
     try:
@@ -108,7 +92,17 @@ def _keywords(call: str) -> list[ast.keyword]:
         or node.args
     ):
         raise _not_a_call()
-    return node.keywords
+    values = {keyword.arg: keyword.value for keyword in node.keywords}
+    query, top_n = values.get("query"), values.get("top_n")
+    if (
+        len(node.keywords) != 2
+        or not (isinstance(query, ast.Constant) and isinstance(top_n, ast.Constant))
+        or not isinstance(query.value, str)
+    ):
+        raise errors.INVALID_NATIVE_REQUEST(
+            "call must have exactly a string query and the number top_n."
+        )
+    return query.value, type(top_n.value) is int and top_n.value == TOP_N
 
 
 def _not_a_call() -> errors.InvalidRequest:

@@ -16,11 +16,9 @@ import re
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import orjson
-
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.call_syntax import TOP_N, parse_call
-from smartsearch_sidecar.contract.json import strict_json
+from smartsearch_sidecar.contract.json import compact, strict_json
 from smartsearch_sidecar.run.json_values import has_utf8_form
 
 CALL_BYTES_MAX: Final = 8_192
@@ -72,11 +70,9 @@ _SEARCH_URL: Final = re.compile(r"""(["'])(?:https?://[^\s"'\\]+|<[\w-]+>)/searc
 def environment_digest(env: str) -> str:
     """The sha256 (64 hex) of an environment's text with its search URL masked out.
 
-    The rule: in every string literal that is, between its quotes, exactly a URL and then
-    ``/search``, the URL becomes ``*``. A URL is ``http://`` or ``https://`` and at least one
-    character that is no white space, quote or backslash; a template's placeholder in angle brackets
-    (``<word-word>``) counts as one, so a dataset and what the trainer makes of it have one digest.
-    Quotes stay as they are; the text is hashed as UTF-8.
+    In every string literal that is exactly a URL and then ``/search``, the URL becomes ``*``. A
+    template's placeholder in angle brackets (``<word-word>``) counts as a URL, so a dataset and
+    what the trainer makes of it have one digest. Quotes stay; the text is hashed as UTF-8.
 
     Raises: ``UnicodeEncodeError`` where the text has no UTF-8 form.
     """
@@ -121,7 +117,8 @@ def parse_execute(body: bytes, rules: ExecuteRules) -> ExecuteCall:
     except UnicodeEncodeError:
         raise errors.INVALID_JSON("call has no UTF-8 form.") from None
     query, top_n_is_five = parse_call(call)
-    problem = _problem(query, call_bytes)
+    too_long = call_bytes > CALL_BYTES_MAX
+    problem = QueryProblem.call_too_long if too_long else query_problem(query)
     if not top_n_is_five:
         # The query's fault is named first, as the reference does; alone it would not be refused.
         refusal = reference_refusal(problem) if problem else None
@@ -129,10 +126,6 @@ def parse_execute(body: bytes, rules: ExecuteRules) -> ExecuteCall:
     if problem is not None and not has_utf8_form(query):
         query = ""
     return ExecuteCall(env, call, query, problem)
-
-
-def _problem(query: str, call_bytes: int) -> QueryProblem | None:
-    return QueryProblem.call_too_long if call_bytes > CALL_BYTES_MAX else query_problem(query)
 
 
 def query_problem(query: str) -> QueryProblem | None:
@@ -160,14 +153,6 @@ def reference_refusal(problem: QueryProblem) -> errors.Failure[errors.InvalidReq
     return errors.INVALID_NATIVE_REQUEST
 
 
-# --- the answer -----------------------------------------------------------------------------------
-
-
 def render_execute(result: str) -> bytes:
-    """The body of a 200 answer, compact, in UTF-8."""
-    try:
-        return orjson.dumps({"result": result, "output": "", "error": ""})
-    except TypeError:
-        raise errors.INTERNAL_ERROR(
-            "A result has no UTF-8 form; its documents went unchecked."
-        ) from None
+    """The body of a 200 answer."""
+    return compact({"result": result, "output": "", "error": ""})
