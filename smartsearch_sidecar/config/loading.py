@@ -268,21 +268,13 @@ def nearest(key: str) -> str:
     the closest of all names.
     """
     section, _, leaf = key.rpartition(".")
-    everything = [*FIELDS, *SECTIONS]
-    siblings = {_leaf(known): known for known in everything if _section(known) == section}
+    known = {name: name.rpartition(".")[::2] for name in (*FIELDS, *SECTIONS)}
+    siblings = {word: name for name, (at, word) in known.items() if at == section}
     if slip := difflib.get_close_matches(leaf, siblings, 1, cutoff=0.75):
         return siblings[slip[0]]
-    if elsewhere := [known for known in everything if _leaf(known) == leaf]:
-        return max(elsewhere, key=lambda known: _alike(section, _section(known)))
-    return max(everything, key=lambda known: _alike(leaf, _leaf(known)) + _alike(key, known))
-
-
-def _section(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
+    if elsewhere := [name for name, (_, word) in known.items() if word == leaf]:
+        return max(elsewhere, key=lambda name: _alike(section, known[name][0]))
+    return max(known, key=lambda name: _alike(leaf, known[name][1]) + _alike(key, name))
 
 
 def _alike(one: str, other: str) -> float:
@@ -305,9 +297,8 @@ def not_a_key(section: str, source: str) -> str:
 
 
 def not_allowed(key: str, value: Any, source: str) -> str:
-    if KINDS[key] is SecretStr:
-        return f"{key}{_at(source)} is not allowed: use {allowed(key)}."
-    return f"{key} = {shown(value)}{_at(source)} is not allowed: use {allowed(key)}."
+    written = "" if KINDS[key] is SecretStr else f" = {shown(value)}"
+    return f"{key}{written}{_at(source)} is not allowed: use {allowed(key)}."
 
 
 def shown(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.config.keys import PROVIDERS
+from smartsearch_sidecar.config.sections import PROVIDERS
 from smartsearch_sidecar.retrieval.provider import Provider
 
 Progress = Callable[[int, int], None]
