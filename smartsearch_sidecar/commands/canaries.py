@@ -10,7 +10,7 @@ import typer
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.retrieval.canaries import Canary, dump, record
 
 app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a retriever's identity.")

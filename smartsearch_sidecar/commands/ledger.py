@@ -27,7 +27,7 @@ from smartsearch_sidecar.commands.ledger_output import (
 )
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.ledger.describe import Tone, printable
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference

@@ -1,6 +1,6 @@
 """The configuration: frozen, strict values, each limit with its unit and its reason.
 
-``sections`` declares every key; ``model`` is the whole, the rules between keys and their flat table;
+``sections`` declares every key; ``model`` is the whole, the rules between keys, and their table;
 ``loading`` is the one way in: file, environment, command line.
 """
 

@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.contract.call_syntax import TOP_N
-from smartsearch_sidecar.contract.execute import ExecuteRules
+from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
 from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.resume import Reopened
 from smartsearch_sidecar.ledger.run import Run
