@@ -85,17 +85,14 @@ class SidecarError(Exception):
 
     @property
     def code(self) -> str:
-        """``error.code`` on the wire."""
         return self.failure.answer.code
 
     @property
     def cause(self) -> str | None:
-        """What closes the latch, ``None`` where it must stay open."""
         return self.failure.cause
 
     @property
     def closes_as(self) -> str:
-        """The cause where the latch has to close: ``cause``, else ``code``."""
         return self.failure.closes_as
 
 
@@ -132,7 +129,7 @@ class InvalidRequest(SidecarError):
 
 
 class RetrievalError(SidecarError):
-    """A search that cannot be answered from."""
+    """What a search found cannot be answered with."""
 
 
 class ProviderFault(RetrievalError):
@@ -226,16 +223,14 @@ def _ends(answer: Told, remedy: str) -> Failure[SidecarError]:
     return _closes(SidecarError, answer, remedy)
 
 
-def _http(
-    family: type[Raised], answer: Told, remedy: str, as_reward: Failure[Any] | None = None
-) -> Failure[Raised]:
-    """A row that closes the latch under ``http_`` and its code."""
-    return Failure(family, answer, f"http_{answer.code}", remedy, as_reward)
-
-
-def _reward_http(family: type[Raised], answer: Told, remedy: str) -> Failure[Raised]:
-    """The same for a reward request: ``reward_http_`` and its code."""
-    return Failure(family, answer, f"reward_http_{answer.code}", remedy)
+def _both(
+    family: type[Raised], answer: Told, remedy: str, reward_remedy: str
+) -> tuple[Failure[Raised], Failure[Raised]]:
+    """Two rows: a search closes the latch under ``http_`` and the code, a reward request under
+    ``reward_http_`` and the code.
+    """
+    reward = Failure(family, answer, f"reward_http_{answer.code}", reward_remedy)
+    return Failure(family, answer, f"http_{answer.code}", remedy, reward), reward
 
 
 def _no_score(code: str) -> Told:
@@ -275,63 +270,38 @@ _CLIENT = (
     "the rollout's code with the pinned ones"
 )
 
-
-REWARD_INVALID_BODY = _reward_http(
-    EdgeRefusal, _INVALID_BODY, "A reward request arrived late, short or of no declared length."
-)
-REWARD_BODY_SIZE = _reward_http(
-    EdgeRefusal, _BODY_SIZE, "A reward request is too large: send fewer rows a batch."
-)
-REWARD_CONTENT_TYPE = _reward_http(
-    EdgeRefusal, _CONTENT_TYPE, "A reward request was not declared as JSON."
-)
-REWARD_INVALID_JSON = _reward_http(
-    InvalidRequest, _INVALID_REQUEST, "A reward request was not strict JSON."
-)
-INVALID_REWARD_REQUEST = Failure(
-    InvalidRequest,
-    _INVALID_REQUEST,
-    "invalid_reward_request",
-    "A reward request is not of the documented shape: compare the trainer's integration file "
-    "with this version's.",
-)
-REWARD_BUSY = _reward_http(
-    SidecarError,
-    _BUSY,
-    "More reward requests came at once than there is room for: raise reward.slots or "
-    "reward.waiting_max, or see why the helper is slow.",
-)
 UNAUTHORIZED = Failure(
     Unauthorized,
     Told("unauthorized", 401, "No such path: the first segment must be the run's capability."),
 )
 # The execute capability with a path that is not served.
-NOT_FOUND = _http(EdgeRefusal, _NOT_FOUND, f"{_CLIENT}; its path was another.")
+NOT_FOUND = Failure(EdgeRefusal, _NOT_FOUND, "http_not_found", f"{_CLIENT}; its path was another.")
 METHOD_NOT_ALLOWED = Failure(
     EdgeRefusal, Told("method_not_allowed", 405, "This route does not take this method.")
 )
 # The body's length is not declared exactly once, or the body came late or short.
-INVALID_BODY = _http(
+INVALID_BODY, REWARD_INVALID_BODY = _both(
     EdgeRefusal,
     _INVALID_BODY,
     f"{_CLIENT}; its body was late, short or of no declared length.",
-    as_reward=REWARD_INVALID_BODY,
+    "A reward request arrived late, short or of no declared length.",
 )
-BODY_SIZE = _http(
+BODY_SIZE, REWARD_BODY_SIZE = _both(
     EdgeRefusal,
     _BODY_SIZE,
     f"{_CLIENT}, or raise execute.body_bytes_max.",
-    as_reward=REWARD_BODY_SIZE,
+    "A reward request is too large: send fewer rows a batch.",
 )
-CONTENT_TYPE = _http(
+CONTENT_TYPE, REWARD_CONTENT_TYPE = _both(
     EdgeRefusal,
     _CONTENT_TYPE,
     f"{_CLIENT}; its body was not declared as JSON.",
-    as_reward=REWARD_CONTENT_TYPE,
+    "A reward request was not declared as JSON.",
 )
-BAD_MESSAGE = _http(
+BAD_MESSAGE = Failure(
     EdgeRefusal,
     Told("bad_message", 400, "This is not an HTTP/1.1 request this server can read."),
+    "http_bad_message",
     f"{_CLIENT}, and look for a proxy in between (NO_PROXY=127.0.0.1).",
 )
 
@@ -354,11 +324,11 @@ NOT_READY = Failure(SidecarError, Told("not_ready", 503, "The index is still loa
 # --- the contract: a request that says something we do not serve ----------------------------------
 
 # Not strict JSON, or text that has no UTF-8 form.
-INVALID_JSON = _http(
+INVALID_JSON, REWARD_INVALID_JSON = _both(
     InvalidRequest,
     _INVALID_REQUEST,
     f"{_CLIENT}; its body was not strict JSON.",
-    as_reward=REWARD_INVALID_JSON,
+    "A reward request was not strict JSON.",
 )
 # JSON of another shape, another environment, another call.
 INVALID_NATIVE_REQUEST = Failure(
@@ -373,6 +343,13 @@ INVALID_SEARCH_REQUEST = Failure(
     _INVALID_REQUEST,
     "invalid_search_request",
     "A search request is not of the documented shape: compare its client with the route's form.",
+)
+INVALID_REWARD_REQUEST = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "invalid_reward_request",
+    "A reward request is not of the documented shape: compare the trainer's integration file "
+    "with this version's.",
 )
 # A protocol tag in a query, with `on_invalid_query = "latch"`: an attempt that failed.
 QUERY_TAGGED = _ends(_RETRIEVAL_FAILED, _PROVIDER)
@@ -389,12 +366,13 @@ RESPONSE_UNDELIVERED = _ends(
 
 # --- overload and the run's own limits ------------------------------------------------------------
 
-BUSY = _http(
+BUSY, REWARD_BUSY = _both(
     SidecarError,
     _BUSY,
     "More calls came at once than there is room for: raise execute.slots, execute.waiting_max or "
     "server.connections_max, or see why searches are slow.",
-    as_reward=REWARD_BUSY,
+    "More reward requests came at once than there is room for: raise reward.slots or "
+    "reward.waiting_max, or see why the helper is slow.",
 )
 QUOTA_EXHAUSTED = _ends(
     Told("quota_exhausted", 429, "The run's quota is used up."),
@@ -617,8 +595,6 @@ NODE_LOST = _ends(
 TABLE: Final[dict[str, Failure[Any]]] = {
     name: row for name, row in list(globals().items()) if isinstance(row, Failure)
 }
-"""Every row by its name here."""
-
 _REMEDIES: Final = {row.cause: row.remedy for row in TABLE.values() if row.cause is not None}
 
 

@@ -70,7 +70,10 @@ class Given:
     def add(self, key: str, setting: Setting) -> None:
         """Takes one key; the setting of an earlier source gives way."""
         if key in SECTIONS:
-            self.problems.append(not_a_key(key, setting.source))
+            example = next(known for known in FIELDS if known.startswith(f"{key}."))
+            self.problems.append(
+                f"{key} ({setting.source}) is a section, not a key: set its keys, as {example}."
+            )
         elif key not in FIELDS:
             self.problems.append(unknown(key, setting.source))
         else:
@@ -128,9 +131,9 @@ def load(
         if value is not None:
             given.add(key, Setting(value, "command line", here))
     _read_secrets(given)
-    nested = _nested(_values(given), given.sections)
+    values = _values(given)
     try:
-        config = Config.model_validate(nested)
+        config = Config.model_validate(_nested(values, given.sections))
     except ValidationError as exc:  # it ends here, as it holds the values
         given.problems += _refusals(exc, given.settings)
     else:
@@ -238,10 +241,8 @@ def _read_words(kind: Any, words: str) -> Any:
     Text of another kind stays text: validation refuses it with everything else that is wrong.
     """
     try:
-        if kind is int:
-            return int(words)
-        if kind is float:
-            return float(words)
+        if kind in (int, float):
+            return kind(words)
         if kind is tuple and words.lstrip().startswith("["):
             return json.loads(words)
     except (ValueError, RecursionError):
@@ -289,11 +290,6 @@ def unknown(key: str, source: str, *, as_env: bool = False) -> str:
         close = env_name(close)
     name = env_name(key) if as_env else key
     return f"{name}{_at(source)} is not a known key: the nearest is {close}."
-
-
-def not_a_key(section: str, source: str) -> str:
-    example = next(key for key in FIELDS if key.startswith(f"{section}."))
-    return f"{section}{_at(source)} is a section, not a key: set its keys, as {example}."
 
 
 def not_allowed(key: str, value: Any, source: str) -> str:

@@ -22,17 +22,14 @@ MIB: Final = 1024 * 1024
 
 
 class Section(BaseModel):
-    """A section: frozen, strict, without unknown keys, and silent about values in errors.
-
-    The text below a key is its ``description``.
-    """
+    """A section: frozen, strict, without unknown keys, and silent about values in errors."""
 
     model_config = ConfigDict(
         frozen=True,
         strict=True,
         extra="forbid",
         hide_input_in_errors=True,
-        use_attribute_docstrings=True,
+        use_attribute_docstrings=True,  # the text below a key is its description
     )
 
 
@@ -81,11 +78,6 @@ def whole(default: int | Preset | None, low: int, high: int, unit: str = "") -> 
 def seconds(default: float, high: int) -> Any:
     """A duration: above zero, fractions allowed."""
     return _declared(default, f"a number above 0 and up to {high} (seconds)", gt=0, le=high)
-
-
-def share(default: float | Preset) -> Any:
-    """A share, from 0 to 1."""
-    return _declared(default, "a number from 0 to 1 (share)", ge=0, le=1)
 
 
 def _declared(default: Any, allowed: str = "", **bounds: float) -> Any:
@@ -403,7 +395,9 @@ class RewardSection(QuotasSection):
     """Sends the helper calls of a row, and of a batch, together."""
     reuse_identical: bool = preset(True, False)
     """Gives a repeated rollout its recorded score: the trainer scores each batch twice."""
-    unparsed_share_max: float = share(Preset(0.2, 1.0))
+    unparsed_share_max: float = _declared(
+        Preset(0.2, 1.0), "a number from 0 to 1 (share)", ge=0, le=1
+    )
     """Verdicts that are neither 0 nor 1 count as correct upstream: above this share of the last 200
     the latch closes. 1.0 never does."""
     references: ReferencesSection = Field(default_factory=ReferencesSection)

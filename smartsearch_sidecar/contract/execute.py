@@ -58,15 +58,12 @@ class ExecuteRules:
 
 
 class ExecuteCall(NamedTuple):
-    """One well-formed call. Every text in it has a UTF-8 form, so every one can be recorded.
-
-    ``env`` and ``call`` are verbatim. ``query`` is the text the policy wrote, not stripped; it is
-    empty where ``problem`` is ``not_encodable``, and also for an over-long call that is so.
-    """
+    """One well-formed call. Every text in it has a UTF-8 form, so every one can be recorded."""
 
     env: str
     call: str
     query: str
+    """Not stripped; empty where ``problem`` is ``not_encodable``, or an over-long call is so."""
     problem: QueryProblem | None
 
 
@@ -80,9 +77,8 @@ def environment_digest(env: str) -> str:
 
     In every string literal that is exactly a URL and then ``/search``, the URL becomes ``*``. A
     template's placeholder in angle brackets (``<word-word>``) counts as a URL, so a dataset and
-    what the trainer makes of it have one digest. Quotes stay; the text is hashed as UTF-8.
-
-    Raises: ``UnicodeEncodeError`` where the text has no UTF-8 form.
+    what the trainer makes of it have one digest. Quotes stay; the text is hashed as UTF-8, and
+    ``UnicodeEncodeError`` raised where it has no such form.
     """
     return hashlib.sha256(_SEARCH_URL.sub(r"\1*/search\1", env).encode()).hexdigest()
 

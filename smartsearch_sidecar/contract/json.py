@@ -56,8 +56,7 @@ def parse_strict(raw: bytes) -> Any:
 
     Raises: ``NotStrictJson``. Its text quotes nothing of ``raw``.
     """
-    flat = _flat_object(raw)
-    if flat is not None:
+    if (flat := _flat_object(raw)) is not None:
         return flat
     if raw.count(b"[") + raw.count(b"{") > JSON_DEPTH_MAX and _too_deep(raw):
         raise NotStrictJson(f"is nested deeper than {JSON_DEPTH_MAX} levels")

@@ -66,8 +66,8 @@ class Form(enum.StrEnum):
     @property
     def surfaces(self) -> bool:
         """Whether its client makes an empty text of every error status, and raises only on a 200
-        that holds no result (``render_failure``). slime's does; what the others make of an error
-        status is an exception or a text that says so, and of such a 200 a text that does not.
+        without a result (``render_failure``). The others make of an error status an exception or a
+        text that says so, and of such a 200 a text that does not.
         """
         return self is Form.flat_many
 
@@ -206,11 +206,8 @@ def render_answer(asked: Searches, found: Sequence[bytes], scores: Sequence[byte
     form = asked.form
     if form is Form.results:
         (query,), (results,) = asked.queries, found
-        return b'{"query":%b,"method":"smartsearch-sidecar","results":%b,"num_results":%d}' % (
-            compact(query.text),
-            results,
-            len(orjson.loads(results)),
-        )
+        told = compact(query.text), results, len(orjson.loads(results))
+        return b'{"query":%b,"method":"smartsearch-sidecar","results":%b,"num_results":%d}' % told
     lists = b"[" + b",".join(found) + b"]"
     if form.route == "retrieve":
         return b'{"result":' + lists + b"}"
