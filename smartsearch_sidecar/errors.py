@@ -1,21 +1,9 @@
 """Every failure of the package: one row each. Rows are raised, classes are caught.
 
-``raise errors.BUSY("no slot is free")`` makes an exception that carries its row. A row says:
-
-- ``answer``: what a caller is told: a ``code`` (``error.code`` on the wire, or the word before a
-  sentence on a terminal), the HTTP ``status``, and a ``sentence``. The sentence is constant, so
-  that nothing of a request, a capability or a reference answer can reach an answer; the ledger and
-  the log hold the detail.
-- ``cause``: what closes the latch, ``None`` where the failure must not close it.
-- ``remedy``: what the person on call looks at. A closed latch never opens again: what a remedy says
-  comes before a new run (``run.previous``).
-
-Codes and causes are stable: other people's scripts read them.
-
-A failure has a class of its own only where some code catches it by that class.
-
-The message of an exception is for a person who does not know the code: it names the thing and the
-remedy, and never holds a capability or a reference answer.
+``raise errors.BUSY("no slot is free")`` makes an exception that carries its row. The message of an
+exception is for a person who does not know the code: it names the thing and the remedy, and never
+holds a capability or a reference answer. Codes and causes are stable: other people's scripts read
+them. A failure has a class of its own only where some code catches it by that class.
 """
 
 from __future__ import annotations
@@ -33,31 +21,35 @@ GOING_ON: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a caller is told: code, HTTP status (``None``: no request meets it), sentence."""
+    """What a caller is told.
+
+    The sentence is constant, so that nothing of a request, a capability or a reference answer can
+    reach an answer; the ledger and the log hold the detail.
+    """
 
     code: str
+    """``error.code`` on the wire, or the word before a sentence on a terminal."""
     status: int | None = None
+    """Of HTTP. ``None``: no request meets it."""
     sentence: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure(Generic[Raised]):
-    """One row of the table; see the head of this file for the columns.
-
-    Attributes:
-        family: the class its exceptions are caught by.
-        as_reward: the row under which a reward request meets it, where that is another one: the
-            latch then says whose request it was.
-        says_more: the message itself is answered instead of the sentence: each one is constant, and
-            only the holder of the internal capability reads it.
-    """
+    """One row of the table."""
 
     family: type[Raised]
+    """The class its exceptions are caught by."""
     answer: Told
     cause: str | None = None
+    """What closes the latch, ``None`` where the failure must not close it."""
     remedy: str = ""
+    """What the person on call looks at, before a new run: a closed latch never opens again."""
     as_reward: Failure[Any] | None = None
+    """The row under which a reward request meets it: the latch then says whose request it was."""
     says_more: bool = False
+    """The message itself is answered instead of the sentence: each one is constant, and only the
+    holder of the internal capability reads it."""
 
     def __call__(self, message: str, **details: Any) -> Raised:
         """The exception to raise. ``details`` are the further words its class takes."""
@@ -93,17 +85,14 @@ class SidecarError(Exception):
 
     @property
     def code(self) -> str:
-        """``error.code`` on the wire."""
         return self.failure.answer.code
 
     @property
     def cause(self) -> str | None:
-        """What closes the latch, ``None`` where it must stay open."""
         return self.failure.cause
 
     @property
     def closes_as(self) -> str:
-        """The cause where the latch has to close: ``cause``, else ``code``."""
         return self.failure.closes_as
 
 
@@ -140,7 +129,7 @@ class InvalidRequest(SidecarError):
 
 
 class RetrievalError(SidecarError):
-    """A search that cannot be answered from."""
+    """What a search found cannot be answered with."""
 
 
 class ProviderFault(RetrievalError):
@@ -203,25 +192,20 @@ class ClusterUnreadable(SidecarError):
 
 # --- what a caller is told by several rows --------------------------------------------------------
 
-_NO_REWARD: Final = "No reward was given and the run is over; ask /health for the cause."
-
-_INVALID_BODY: Final = Told(
+_INVALID_BODY = Told(
     "invalid_body", 400, "Send the body whole, in time, with exactly one Content-Length."
 )
-_BODY_SIZE: Final = Told(
-    "body_size", 413, "The body is empty or over the limit (execute.body_bytes_max)."
-)
-_CONTENT_TYPE: Final = Told("content_type", 415, "Send the body as application/json.")
-_INVALID_REQUEST: Final = Told("invalid_request", 400, "The body is not a request of this route.")
-_BUSY: Final = Told("busy", 429, "Every slot is taken and the request could not wait any longer.")
-_NOT_FOUND: Final = Told("not_found", 404, "This capability serves no such route.")
-_RETRIEVAL_FAILED: Final = Told(
+_BODY_SIZE = Told("body_size", 413, "The body is empty or over the limit (execute.body_bytes_max).")
+_CONTENT_TYPE = Told("content_type", 415, "Send the body as application/json.")
+_INVALID_REQUEST = Told("invalid_request", 400, "The body is not a request of this route.")
+_BUSY = Told("busy", 429, "Every slot is taken and the request could not wait any longer.")
+_NOT_FOUND = Told("not_found", 404, "This capability serves no such route.")
+_RETRIEVAL_FAILED = Told(
     "retrieval_failed",
     502,
     "The run has failed and answers nothing more; ask /health for the cause.",
 )
-_RESPONSE_UNDELIVERED: Final = Told("response_undelivered", 502, "The client had left.")
-_REWARD_FAILED: Final = Told("reward_failed", 502, _NO_REWARD)
+_RESPONSE_UNDELIVERED = Told("response_undelivered", 502, "The client had left.")
 
 _PROVIDER: Final = (
     "The retrieval provider failed: look at its own log, and try it with `smartsearch-sidecar "
@@ -234,33 +218,50 @@ def _closes(family: type[Raised], answer: Told, remedy: str) -> Failure[Raised]:
     return Failure(family, answer, answer.code, remedy)
 
 
-def _no_reward(family: type[Raised], code: str, remedy: str) -> Failure[Raised]:
-    """A row under which a reward request gets no score."""
-    return _closes(family, Told(code, 502, _NO_REWARD), remedy)
+def _ends(answer: Told, remedy: str) -> Failure[SidecarError]:
+    """The same for a row that no code catches by a class of its own."""
+    return _closes(SidecarError, answer, remedy)
+
+
+def _both(
+    family: type[Raised], answer: Told, remedy: str, reward_remedy: str
+) -> tuple[Failure[Raised], Failure[Raised]]:
+    """Two rows: a search closes the latch under ``http_`` and the code, a reward request under
+    ``reward_http_`` and the code.
+    """
+    reward = Failure(family, answer, f"reward_http_{answer.code}", reward_remedy)
+    return Failure(family, answer, f"http_{answer.code}", remedy, reward), reward
+
+
+def _no_score(code: str) -> Told:
+    """A reward request gets no score."""
+    return Told(code, 502, "No reward was given and the run is over; ask /health for the cause.")
 
 
 def _helper(code: str, fault: str) -> Failure[HelperFault]:
     """A row of a helper whose own log says more."""
-    return _no_reward(HelperFault, code, f"Look at the helper's own log: {fault}")
+    return _closes(HelperFault, _no_score(code), f"Look at the helper's own log: {fault}")
 
+
+_REWARD_FAILED = _no_score("reward_failed")
 
 # --- misuse: found before a run begins, or by a command; exit 2 -----------------------------------
 
-USAGE: Final = Failure(UsageError, Told("usage"))
-CONFIG_INVALID: Final = Failure(ConfigError, Told("config_invalid"))
+USAGE = Failure(UsageError, Told("usage"))
+CONFIG_INVALID = Failure(ConfigError, Told("config_invalid"))
 # The run directory exists, is served by another process, or cannot be made.
-RUN_DIRECTORY: Final = Failure(UsageError, Told("run_directory"))
+RUN_DIRECTORY = Failure(UsageError, Told("run_directory"))
 # A corpus cannot be read; the message names file and line.
-CORPUS_INVALID: Final = Failure(UsageError, Told("corpus_invalid"))
+CORPUS_INVALID = Failure(UsageError, Told("corpus_invalid"))
 # An index is missing, incomplete, of another version, or differs from its manifest.
-INDEX_UNUSABLE: Final = Failure(UsageError, Told("index_unusable"))
-UNREACHABLE: Final = Failure(Unreachable, Told("unreachable"))
+INDEX_UNUSABLE = Failure(UsageError, Told("index_unusable"))
+UNREACHABLE = Failure(Unreachable, Told("unreachable"))
 # The configuration asks for something that this installation does not carry (an extra).
-NOT_AVAILABLE: Final = Failure(UsageError, Told("not_available"))
-SCORER_SOURCE: Final = Failure(ScorerSourceError, Told("scorer_source"))
+NOT_AVAILABLE = Failure(UsageError, Told("not_available"))
+SCORER_SOURCE = Failure(ScorerSourceError, Told("scorer_source"))
 # A file of references cannot be used; the message names file and row.
-REFERENCES_INVALID: Final = Failure(UsageError, Told("references_invalid"))
-CLUSTER_REFUSED: Final = Failure(ClusterRefused, Told("cluster_refused"))
+REFERENCES_INVALID = Failure(UsageError, Told("references_invalid"))
+CLUSTER_REFUSED = Failure(ClusterRefused, Told("cluster_refused"))
 
 # --- the edge: bytes that are no request of ours --------------------------------------------------
 
@@ -269,79 +270,35 @@ _CLIENT = (
     "the rollout's code with the pinned ones"
 )
 
-
-REWARD_INVALID_BODY: Final = Failure(
-    EdgeRefusal,
-    _INVALID_BODY,
-    "reward_http_invalid_body",
-    "A reward request arrived late, short or of no declared length.",
-)
-REWARD_BODY_SIZE: Final = Failure(
-    EdgeRefusal,
-    _BODY_SIZE,
-    "reward_http_body_size",
-    "A reward request is too large: send fewer rows a batch.",
-)
-REWARD_CONTENT_TYPE: Final = Failure(
-    EdgeRefusal,
-    _CONTENT_TYPE,
-    "reward_http_content_type",
-    "A reward request was not declared as JSON.",
-)
-REWARD_INVALID_JSON: Final = Failure(
-    InvalidRequest,
-    _INVALID_REQUEST,
-    "reward_http_invalid_request",
-    "A reward request was not strict JSON.",
-)
-INVALID_REWARD_REQUEST: Final = Failure(
-    InvalidRequest,
-    _INVALID_REQUEST,
-    "invalid_reward_request",
-    "A reward request is not of the documented shape: compare the trainer's integration file "
-    "with this version's.",
-)
-REWARD_BUSY: Final = Failure(
-    SidecarError,
-    _BUSY,
-    "reward_http_busy",
-    "More reward requests came at once than there is room for: raise reward.slots or "
-    "reward.waiting_max, or see why the helper is slow.",
-)
-UNAUTHORIZED: Final = Failure(
+UNAUTHORIZED = Failure(
     Unauthorized,
     Told("unauthorized", 401, "No such path: the first segment must be the run's capability."),
 )
 # The execute capability with a path that is not served.
-NOT_FOUND: Final = Failure(
-    EdgeRefusal, _NOT_FOUND, "http_not_found", f"{_CLIENT}; its path was another."
-)
-METHOD_NOT_ALLOWED: Final = Failure(
+NOT_FOUND = Failure(EdgeRefusal, _NOT_FOUND, "http_not_found", f"{_CLIENT}; its path was another.")
+METHOD_NOT_ALLOWED = Failure(
     EdgeRefusal, Told("method_not_allowed", 405, "This route does not take this method.")
 )
 # The body's length is not declared exactly once, or the body came late or short.
-INVALID_BODY: Final = Failure(
+INVALID_BODY, REWARD_INVALID_BODY = _both(
     EdgeRefusal,
     _INVALID_BODY,
-    "http_invalid_body",
     f"{_CLIENT}; its body was late, short or of no declared length.",
-    as_reward=REWARD_INVALID_BODY,
+    "A reward request arrived late, short or of no declared length.",
 )
-BODY_SIZE: Final = Failure(
+BODY_SIZE, REWARD_BODY_SIZE = _both(
     EdgeRefusal,
     _BODY_SIZE,
-    "http_body_size",
     f"{_CLIENT}, or raise execute.body_bytes_max.",
-    as_reward=REWARD_BODY_SIZE,
+    "A reward request is too large: send fewer rows a batch.",
 )
-CONTENT_TYPE: Final = Failure(
+CONTENT_TYPE, REWARD_CONTENT_TYPE = _both(
     EdgeRefusal,
     _CONTENT_TYPE,
-    "http_content_type",
     f"{_CLIENT}; its body was not declared as JSON.",
-    as_reward=REWARD_CONTENT_TYPE,
+    "A reward request was not declared as JSON.",
 )
-BAD_MESSAGE: Final = Failure(
+BAD_MESSAGE = Failure(
     EdgeRefusal,
     Told("bad_message", 400, "This is not an HTTP/1.1 request this server can read."),
     "http_bad_message",
@@ -350,7 +307,7 @@ BAD_MESSAGE: Final = Failure(
 
 # --- the operator: an internal request that cannot be served; the latch stays open ----------------
 
-OPERATOR_REQUEST: Final = Failure(
+OPERATOR_REQUEST = Failure(
     SidecarError,
     Told(
         "operator_request", 400, "A parameter or the body of this internal request is not allowed."
@@ -358,45 +315,50 @@ OPERATOR_REQUEST: Final = Failure(
     says_more=True,
 )
 # The internal capability with a path that is not served.
-NO_SUCH_PAGE: Final = Failure(SidecarError, _NOT_FOUND, says_more=True)
-TOO_MANY_VIEWERS: Final = Failure(
+NO_SUCH_PAGE = Failure(SidecarError, _NOT_FOUND, says_more=True)
+TOO_MANY_VIEWERS = Failure(
     SidecarError, Told("too_many_viewers", 503, "Too many pages follow this run; close one.")
 )
-NOT_READY: Final = Failure(SidecarError, Told("not_ready", 503, "The index is still loading."))
+NOT_READY = Failure(SidecarError, Told("not_ready", 503, "The index is still loading."))
 
 # --- the contract: a request that says something we do not serve ----------------------------------
 
 # Not strict JSON, or text that has no UTF-8 form.
-INVALID_JSON: Final = Failure(
+INVALID_JSON, REWARD_INVALID_JSON = _both(
     InvalidRequest,
     _INVALID_REQUEST,
-    "http_invalid_request",
     f"{_CLIENT}; its body was not strict JSON.",
-    as_reward=REWARD_INVALID_JSON,
+    "A reward request was not strict JSON.",
 )
 # JSON of another shape, another environment, another call.
-INVALID_NATIVE_REQUEST: Final = Failure(
+INVALID_NATIVE_REQUEST = Failure(
     InvalidRequest,
     _INVALID_REQUEST,
     "invalid_native_request",
     f"{_CLIENT}; env or call differ (execute.environment).",
 )
 # JSON of another shape on a route of another trainer's client.
-INVALID_SEARCH_REQUEST: Final = Failure(
+INVALID_SEARCH_REQUEST = Failure(
     InvalidRequest,
     _INVALID_REQUEST,
     "invalid_search_request",
     "A search request is not of the documented shape: compare its client with the route's form.",
 )
+INVALID_REWARD_REQUEST = Failure(
+    InvalidRequest,
+    _INVALID_REQUEST,
+    "invalid_reward_request",
+    "A reward request is not of the documented shape: compare the trainer's integration file "
+    "with this version's.",
+)
 # A protocol tag in a query, with `on_invalid_query = "latch"`: an attempt that failed.
-QUERY_TAGGED: Final = _closes(SidecarError, _RETRIEVAL_FAILED, _PROVIDER)
+QUERY_TAGGED = _ends(_RETRIEVAL_FAILED, _PROVIDER)
 
 # --- the client: it was gone before its answer was handed over ------------------------------------
 
 # Whether this closes the latch, `execute.on_undelivered` says.
-CLIENT_GONE: Final = Failure(SidecarError, _RESPONSE_UNDELIVERED)
-RESPONSE_UNDELIVERED: Final = _closes(
-    SidecarError,
+CLIENT_GONE = Failure(SidecarError, _RESPONSE_UNDELIVERED)
+RESPONSE_UNDELIVERED = _ends(
     _RESPONSE_UNDELIVERED,
     "A rollout gave up before its answer: see whether searches or the disk are slow (the charts "
     "below), and whether a rollout process was killed.",
@@ -404,56 +366,54 @@ RESPONSE_UNDELIVERED: Final = _closes(
 
 # --- overload and the run's own limits ------------------------------------------------------------
 
-BUSY: Final = Failure(
+BUSY, REWARD_BUSY = _both(
     SidecarError,
     _BUSY,
-    "http_busy",
     "More calls came at once than there is room for: raise execute.slots, execute.waiting_max or "
     "server.connections_max, or see why searches are slow.",
-    as_reward=REWARD_BUSY,
+    "More reward requests came at once than there is room for: raise reward.slots or "
+    "reward.waiting_max, or see why the helper is slow.",
 )
-QUOTA_EXHAUSTED: Final = _closes(
-    SidecarError,
+QUOTA_EXHAUSTED = _ends(
     Told("quota_exhausted", 429, "The run's quota is used up."),
     "The run has used what it was allowed: raise the quota named in the detail for the next run, "
     "after asking whether so much use was meant.",
 )
-REWARD_LATCHED: Final = Failure(SidecarError, _REWARD_FAILED)
+REWARD_LATCHED = Failure(SidecarError, _REWARD_FAILED)
 # The run has failed before; no request is admitted.
-LATCH_CLOSED: Final = Failure(SidecarError, _RETRIEVAL_FAILED, as_reward=REWARD_LATCHED)
+LATCH_CLOSED = Failure(SidecarError, _RETRIEVAL_FAILED, as_reward=REWARD_LATCHED)
 
 # --- the provider: what a search met --------------------------------------------------------------
 
-PROVIDER_FAULT: Final = _closes(ProviderFault, _RETRIEVAL_FAILED, _PROVIDER)
-PROVIDER_TRANSPORT: Final = _closes(ProviderTransport, _RETRIEVAL_FAILED, _PROVIDER)
+PROVIDER_FAULT = _closes(ProviderFault, _RETRIEVAL_FAILED, _PROVIDER)
+PROVIDER_TRANSPORT = _closes(ProviderTransport, _RETRIEVAL_FAILED, _PROVIDER)
 # Corpus or index are not the ones the run was claimed with.
-IDENTITY_CHANGED: Final = Failure(
+IDENTITY_CHANGED = Failure(
     RetrievalError,
     _RETRIEVAL_FAILED,
     "identity_changed",
     "Corpus or index changed under the run: put the claimed ones back, and let nothing rebuild "
     "or replace them while a run is served.",
 )
-DOCUMENT_INVALID: Final = Failure(
+DOCUMENT_INVALID = Failure(
     RetrievalError,
     _RETRIEVAL_FAILED,
     "document_invalid",
     "The provider answered documents no rollout may see: repair its corpus.",
 )
-DOCUMENT_DRIFT: Final = Failure(
+DOCUMENT_DRIFT = Failure(
     RetrievalError,
     _RETRIEVAL_FAILED,
     "document_drift",
     "A document has other contents than earlier in this run: the retriever's corpus was changed, "
     "or several retrievers with different ones answer in turn.",
 )
-DEADLINE_PASSED: Final = _closes(
-    SidecarError,
+DEADLINE_PASSED = _ends(
     Told("deadline", 504, "The search was still running at its deadline."),
     "A search took too long: see whether the retriever or this machine is overloaded; "
     "execute.deadline_seconds must stay under the rollout's own 10 seconds.",
 )
-REQUEST_CANCELLED: Final = Failure(
+REQUEST_CANCELLED = Failure(
     SidecarError,
     _RETRIEVAL_FAILED,
     "request_cancelled",
@@ -462,7 +422,7 @@ REQUEST_CANCELLED: Final = Failure(
 
 # --- the ledger, restarts, the operator, and a broken promise of our own --------------------------
 
-LEDGER_FAILED: Final = _closes(
+LEDGER_FAILED = _closes(
     LedgerFailed,
     Told(
         "ledger_failed", 503, "The ledger cannot record; nothing is answered that is not recorded."
@@ -470,24 +430,20 @@ LEDGER_FAILED: Final = _closes(
     "The disk took no more: free space or mount it writable, and look at the kernel's log for "
     "I/O errors.",
 )
-LEDGER_CORRUPT: Final = Failure(LedgerCorrupt, Told("ledger_corrupt"))
-UNRESOLVED_AFTER_RESTART: Final = _closes(
-    SidecarError,
+LEDGER_CORRUPT = Failure(LedgerCorrupt, Told("ledger_corrupt"))
+UNRESOLVED_AFTER_RESTART = _ends(
     Told("unresolved_after_restart"),
     "The process died with work in flight: find out why (memory, a signal, the node), because "
     "rollouts met that outage as text.",
 )
-UNCLEAN_RESTART: Final = _closes(
-    SidecarError,
+UNCLEAN_RESTART = _ends(
     Told("unclean_restart"),
     "The process died and came back: rollouts that asked meanwhile met an error as text. Find "
     "out why it died.",
 )
 # Closed by hand: `POST /latch`, or the trainer's own integration.
-OPERATOR: Final = _closes(
-    SidecarError, Told("operator"), "Somebody closed this run by hand: the reason is in the detail."
-)
-INTERNAL_ERROR: Final = _closes(
+OPERATOR = _ends(Told("operator"), "Somebody closed this run by hand: the reason is in the detail.")
+INTERNAL_ERROR = _closes(
     InvariantBroken,
     Told("internal_error", 500, "The sidecar broke a promise of its own; the run is over."),
     "The sidecar broke a promise of its own: keep the run directory and the log, and report both.",
@@ -498,37 +454,32 @@ INTERNAL_ERROR: Final = _closes(
 # Each one closes the latch under its own name: the pinned trainer swallows an exception and scores
 # the batch again, so a refusal that only raised would be trained over.
 
-REWARD_FAILED: Final = _closes(
-    SidecarError, _REWARD_FAILED, "No reward could be given: the detail names the step."
-)
-REWARD_CANCELLED: Final = Failure(
+REWARD_FAILED = _ends(_REWARD_FAILED, "No reward could be given: the detail names the step.")
+REWARD_CANCELLED = Failure(
     SidecarError,
     _REWARD_FAILED,
     "reward_cancelled",
     "The sidecar was stopped while it scored: stop the trainer first.",
 )
-REWARD_DEADLINE: Final = Failure(
+REWARD_DEADLINE = Failure(
     SidecarError,
     _REWARD_FAILED,
     "reward_deadline",
     "A batch took longer than reward.deadline_seconds: see whether the helper is slow, or send "
     "fewer rows.",
 )
-REFERENCE_MISMATCH: Final = _closes(
-    SidecarError,
+REFERENCE_MISMATCH = _ends(
     Told(
         "reference_mismatch", 409, "Question and answers are not those of the declared references."
     ),
     "A rollout's question or answers are not in reward.references: point it at the files the "
     "trainer reads.",
 )
-NO_USER_TURN: Final = _closes(
-    SidecarError,
+NO_USER_TURN = _ends(
     Told("no_user_turn", 409, "The text has no user turn: keep special tokens when decoding."),
     "Special tokens were lost: decode rollouts with skip_special_tokens=False.",
 )
-TEMPLATE_DIFFERS: Final = _closes(
-    SidecarError,
+TEMPLATE_DIFFERS = _ends(
     Told(
         "template_differs",
         409,
@@ -537,33 +488,29 @@ TEMPLATE_DIFFERS: Final = _closes(
     "The scorer cannot read the rollout: chat template or decoding differ from the pinned "
     "trainer's.",
 )
-SOLUTION_TOO_LONG: Final = _closes(
-    SidecarError,
+SOLUTION_TOO_LONG = _ends(
     Told("solution_too_long", 413, "The rollout is over reward.max_input_bytes."),
     "A rollout is over reward.max_input_bytes: raise it, or see why it is so long.",
 )
-SOURCE_CHANGED: Final = _no_reward(
-    SidecarError,
-    "source_changed",
+SOURCE_CHANGED = _ends(
+    _no_score("source_changed"),
     "The scorer's source changed on disk while the run was served: put the verified one back.",
 )
-SCORER_FAILED: Final = _no_reward(
+SCORER_FAILED = _closes(
     ScorerFailed,
-    "scorer_failed",
+    _no_score("scorer_failed"),
     "The pinned scorer raised: the detail names where; compare checkout and data.",
 )
-NONFINITE_REWARD: Final = _no_reward(
-    SidecarError,
-    "nonfinite_reward",
+NONFINITE_REWARD = _ends(
+    _no_score("nonfinite_reward"),
     "The scorer gave no finite number: keep the rollout named in the journal.",
 )
-PROMPTS_DIFFER: Final = _no_reward(
-    SidecarError,
-    "prompts_differ",
+PROMPTS_DIFFER = _ends(
+    _no_score("prompts_differ"),
     "The scorer asked other prompts in its second pass: it is not the pinned one, or not "
     "deterministic; set reward.side_by_side = false.",
 )
-PROVENANCE_BROKEN: Final = _closes(
+PROVENANCE_BROKEN = _closes(
     ProvenanceBroken,
     Told(
         "provenance_broken",
@@ -573,76 +520,70 @@ PROVENANCE_BROKEN: Final = _closes(
     "A rollout holds a result this run never gave: it met an error on the way. Look for a proxy, "
     "a timeout or a restart, and set NO_PROXY=127.0.0.1.",
 )
-VERDICTS_UNPARSED: Final = _no_reward(
-    SidecarError,
-    "verdicts_unparsed",
+VERDICTS_UNPARSED = _ends(
+    _no_score("verdicts_unparsed"),
     "The helper writes neither 0 nor 1 too often, and each such verdict counts as correct: look "
     "at its answers with `ledger show`, and at its model and template.",
 )
 
 # --- the helper: why a call gave no usable verdict ------------------------------------------------
 
-HELPER_FAILED: Final = _helper("helper_failed", "it did not answer as its protocol says.")
-HELPER_UNREACHABLE: Final = _no_reward(
+HELPER_FAILED = _helper("helper_failed", "it did not answer as its protocol says.")
+HELPER_UNREACHABLE = _closes(
     HelperUnreachable,
-    "helper_unreachable",
+    _no_score("helper_unreachable"),
     "Look at the helper's own log: nothing takes connections at reward.helper.url.",
 )
 # The exchange broke after something had been sent.
-HELPER_TRANSPORT: Final = _helper("helper_transport", "the connection broke.")
-HELPER_TRUNCATED: Final = _helper("helper_truncated", "it broke off in the middle of an answer.")
-HELPER_TIMEOUT: Final = _helper(
-    "helper_timeout", "it was slower than reward.helper.timeout_seconds."
-)
-HELPER_STATUS: Final = _helper("helper_status", "it answered with an error status.")
+HELPER_TRANSPORT = _helper("helper_transport", "the connection broke.")
+HELPER_TRUNCATED = _helper("helper_truncated", "it broke off in the middle of an answer.")
+HELPER_TIMEOUT = _helper("helper_timeout", "it was slower than reward.helper.timeout_seconds.")
+HELPER_STATUS = _helper("helper_status", "it answered with an error status.")
 # A redirect is never followed: the prompt holds reference answers.
-HELPER_REDIRECT: Final = _no_reward(
+HELPER_REDIRECT = _closes(
     HelperFault,
-    "helper_redirect",
+    _no_score("helper_redirect"),
     "The helper's address redirects: put the final one into reward.helper.url.",
 )
-HELPER_ANSWER_INVALID: Final = _helper(
+HELPER_ANSWER_INVALID = _helper(
     "helper_answer_invalid", "its answer is not of the protocol's shape."
 )
-HELPER_NOT_JSON: Final = _no_reward(
+HELPER_NOT_JSON = _closes(
     HelperFault,
-    "helper_not_json",
+    _no_score("helper_not_json"),
     "What answers at reward.helper.url is no helper: a proxy or a login page.",
 )
-HELPER_EMPTY: Final = _helper(
-    "helper_empty", "an empty text would have counted as a correct round."
-)
-HELPER_USAGE_MISSING: Final = _helper(
+HELPER_EMPTY = _helper("helper_empty", "an empty text would have counted as a correct round.")
+HELPER_USAGE_MISSING = _helper(
     "helper_usage_missing", "it must say how many tokens it read and wrote."
 )
-HELPER_FINISH_REASON: Final = _helper(
+HELPER_FINISH_REASON = _helper(
     "helper_finish_reason", "it stopped for a reason other than stop or length."
 )
-HELPER_IDENTITY: Final = _no_reward(
+HELPER_IDENTITY = _closes(
     HelperIdentity,
-    "helper_identity",
+    _no_score("helper_identity"),
     "The helper serves another model than reward.helper declares: put the declared one back.",
 )
-HELPER_OVERLONG: Final = _helper("helper_overlong", "it ignored the limit of tokens it was given.")
+HELPER_OVERLONG = _helper("helper_overlong", "it ignored the limit of tokens it was given.")
 # Recorded but not sent, because another call of its batch had failed: it costs nothing.
-HELPER_NOT_SENT: Final = _helper("helper_not_sent", "another call of the same batch failed first.")
+HELPER_NOT_SENT = _helper("helper_not_sent", "another call of the same batch failed first.")
 
 # --- many nodes -----------------------------------------------------------------------------------
 
-CLUSTER_UNREACHABLE: Final = _closes(
+CLUSTER_UNREACHABLE = _closes(
     ClusterUnreachable,
     Told("cluster_unreachable", 503, "The servers between the run's nodes are not reached."),
     "The NATS servers were away for longer than cluster.lost_seconds, or a request could not "
     "wait for them: look at their logs and at the network to cluster.nats_url.",
 )
-CLUSTER_UNREADABLE: Final = _closes(
+CLUSTER_UNREADABLE = _closes(
     ClusterUnreadable,
     Told("cluster_unreadable", 503, "The run's nodes do not understand each other; ask /health."),
     "Something else wrote to this run's keys: use one version on every node, and a "
     "cluster.run_id that no other run has.",
 )
-NODE_LOST: Final = _closes(
-    SidecarError,
+NODE_LOST = _ends(
     Told("node_lost", 503, "A node of the run is lost; ask /health for the cause."),
     "The node named in the detail was silent for cluster.lost_seconds, or never joined: look at "
     "its machine, its sidecar's log and its way to the NATS servers.",
@@ -654,8 +595,6 @@ NODE_LOST: Final = _closes(
 TABLE: Final[dict[str, Failure[Any]]] = {
     name: row for name, row in list(globals().items()) if isinstance(row, Failure)
 }
-"""Every row by its name here."""
-
 _REMEDIES: Final = {row.cause: row.remedy for row in TABLE.values() if row.cause is not None}
 
 

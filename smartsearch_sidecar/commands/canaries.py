@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.retrieval.canaries import Canary, dump, record
 
 app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a retriever's identity.")

@@ -23,7 +23,7 @@ from typer import Argument, Option
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.ledger.describe import Filter, Shown, Tone, json_line, printable, shown
 from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference

@@ -1,8 +1,7 @@
 """The configuration: frozen, strict values, each limit with its unit and its reason.
 
-``sections`` declares every key, ``keys`` is what declarations are made of, ``model`` is the whole,
-the rules between keys and their flat table. ``loading`` is the one way in: file, environment,
-command line; and the sentence for each thing that is wrong.
+``sections`` declares every key; ``model`` is the whole, the rules between keys, and their table;
+``loading`` is the one way in: file, environment, command line.
 """
 
 from __future__ import annotations

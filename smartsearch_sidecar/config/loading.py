@@ -70,7 +70,10 @@ class Given:
     def add(self, key: str, setting: Setting) -> None:
         """Takes one key; the setting of an earlier source gives way."""
         if key in SECTIONS:
-            self.problems.append(not_a_key(key, setting.source))
+            example = next(known for known in FIELDS if known.startswith(f"{key}."))
+            self.problems.append(
+                f"{key} ({setting.source}) is a section, not a key: set its keys, as {example}."
+            )
         elif key not in FIELDS:
             self.problems.append(unknown(key, setting.source))
         else:
@@ -128,9 +131,9 @@ def load(
         if value is not None:
             given.add(key, Setting(value, "command line", here))
     _read_secrets(given)
-    nested = _nested(_values(given), given.sections)
+    values = _values(given)
     try:
-        config = Config.model_validate(nested)
+        config = Config.model_validate(_nested(values, given.sections))
     except ValidationError as exc:  # it ends here, as it holds the values
         given.problems += _refusals(exc, given.settings)
     else:
@@ -238,10 +241,8 @@ def _read_words(kind: Any, words: str) -> Any:
     Text of another kind stays text: validation refuses it with everything else that is wrong.
     """
     try:
-        if kind is int:
-            return int(words)
-        if kind is float:
-            return float(words)
+        if kind in (int, float):
+            return kind(words)
         if kind is tuple and words.lstrip().startswith("["):
             return json.loads(words)
     except (ValueError, RecursionError):
@@ -268,21 +269,13 @@ def nearest(key: str) -> str:
     the closest of all names.
     """
     section, _, leaf = key.rpartition(".")
-    everything = [*FIELDS, *SECTIONS]
-    siblings = {_leaf(known): known for known in everything if _section(known) == section}
+    known = {name: name.rpartition(".")[::2] for name in (*FIELDS, *SECTIONS)}
+    siblings = {word: name for name, (at, word) in known.items() if at == section}
     if slip := difflib.get_close_matches(leaf, siblings, 1, cutoff=0.75):
         return siblings[slip[0]]
-    if elsewhere := [known for known in everything if _leaf(known) == leaf]:
-        return max(elsewhere, key=lambda known: _alike(section, _section(known)))
-    return max(everything, key=lambda known: _alike(leaf, _leaf(known)) + _alike(key, known))
-
-
-def _section(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
+    if elsewhere := [name for name, (_, word) in known.items() if word == leaf]:
+        return max(elsewhere, key=lambda name: _alike(section, known[name][0]))
+    return max(known, key=lambda name: _alike(leaf, known[name][1]) + _alike(key, name))
 
 
 def _alike(one: str, other: str) -> float:
@@ -299,15 +292,9 @@ def unknown(key: str, source: str, *, as_env: bool = False) -> str:
     return f"{name}{_at(source)} is not a known key: the nearest is {close}."
 
 
-def not_a_key(section: str, source: str) -> str:
-    example = next(key for key in FIELDS if key.startswith(f"{section}."))
-    return f"{section}{_at(source)} is a section, not a key: set its keys, as {example}."
-
-
 def not_allowed(key: str, value: Any, source: str) -> str:
-    if KINDS[key] is SecretStr:
-        return f"{key}{_at(source)} is not allowed: use {allowed(key)}."
-    return f"{key} = {shown(value)}{_at(source)} is not allowed: use {allowed(key)}."
+    written = "" if KINDS[key] is SecretStr else f" = {shown(value)}"
+    return f"{key}{written}{_at(source)} is not allowed: use {allowed(key)}."
 
 
 def shown(value: Any) -> str:

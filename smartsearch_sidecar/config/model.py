@@ -17,14 +17,16 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from smartsearch_sidecar.config.keys import Allowed, Preset, Section
 from smartsearch_sidecar.config.sections import (
+    Allowed,
     ClusterSection,
     ExecuteSection,
     LedgerSection,
+    Preset,
     RetrievalSection,
     RewardSection,
     RunSection,
+    Section,
     ServerSection,
 )
 

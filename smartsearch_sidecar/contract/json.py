@@ -25,15 +25,22 @@ _OPEN_CLOSE: Final = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS: Final = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
 
+def compact(value: Any) -> bytes:
+    """The body of an answer, in UTF-8."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        raise errors.INTERNAL_ERROR(
+            "An answer has no UTF-8 form; its documents went unchecked."
+        ) from None
+
+
 class NotStrictJson(ValueError):
     """Why bytes are not one strict JSON value. The text continues "it ..."."""
 
 
 def strict_json(body: bytes) -> Any:
-    """Reads the body of a request, as ``parse_strict`` does.
-
-    Raises: ``InvalidRequest`` with cause ``http_invalid_request``.
-    """
+    """Reads the body of a request. Raises ``InvalidRequest``, cause ``http_invalid_request``."""
     try:
         return parse_strict(body)
     except NotStrictJson as error:
@@ -49,8 +56,7 @@ def parse_strict(raw: bytes) -> Any:
 
     Raises: ``NotStrictJson``. Its text quotes nothing of ``raw``.
     """
-    flat = _flat_object(raw)
-    if flat is not None:
+    if (flat := _flat_object(raw)) is not None:
         return flat
     if raw.count(b"[") + raw.count(b"{") > JSON_DEPTH_MAX and _too_deep(raw):
         raise NotStrictJson(f"is nested deeper than {JSON_DEPTH_MAX} levels")

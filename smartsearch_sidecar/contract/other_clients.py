@@ -1,7 +1,7 @@
 """Bytes to frozen values, and back, for the clients of other trainers.
 
-Three routes, each in the shapes its clients send and read. Who they are, and what each makes of an
-answer that is none, is what ``Form`` is for::
+Three routes, each in the shapes its clients send and read; ``Form`` says who they are, and what
+each makes of an error::
 
     POST /search        {"query": str,    "top_n": int, "return_score"?: bool}
     POST /batch_search  {"query": [str],  "top_n": int, "return_score"?: bool}
@@ -26,6 +26,7 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import DECLINED_RESULT, QueryProblem, query_problem
+from smartsearch_sidecar.contract.json import compact
 
 QUERIES_MAX: Final = 4_096
 """Searches in one request. Search-R1 sends a whole step at once: 512 prompts x 5 rollouts in its
@@ -65,35 +66,30 @@ class Form(enum.StrEnum):
     @property
     def surfaces(self) -> bool:
         """Whether its client makes an empty text of every error status, and raises only on a 200
-        that holds no result (``render_failure``). slime's does; what the others make of an error
-        status is an exception or a text that says so, and of such a 200 a text that does not.
+        without a result (``render_failure``). The others make of an error status an exception or a
+        text that says so, and of such a 200 a text that does not.
         """
         return self is Form.flat_many
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One search of a request.
-
-    ``text`` is verbatim, not stripped; empty where it has no UTF-8 form, and JSON where what was
-    sent is no text.
-    """
+    """One search of a request."""
 
     text: str
+    """Verbatim; empty where it has no UTF-8 form, and JSON where what was sent is no text."""
     problem: QueryProblem | None
 
 
 @dataclass(frozen=True, slots=True)
 class Searches:
-    """One request: up to ``QUERIES_MAX`` searches in order, each for ``top_n`` passages.
-
-    ``scores`` says whether a FlashRAG client asked for them beside the documents.
-    """
+    """One request: up to ``QUERIES_MAX`` searches in order, each for ``top_n`` passages."""
 
     form: Form
     queries: tuple[Query, ...]
     top_n: int
     scores: bool
+    """Whether a FlashRAG client asked for them beside the documents."""
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ class Searches:
 def read_form(route: str, value: Any) -> Form:
     """Whose request this is, by its keys. Raises ``InvalidRequest`` for the keys of no client."""
     if type(value) is not dict:
-        raise _refuse("The body must be an object.")
+        raise errors.INVALID_SEARCH_REQUEST("The body must be an object.")
     if route in ("search", "batch_search"):
         _require_keys(value, {"query"}, {"top_n", "return_score"})
         return Form.search if route == "search" else Form.batch_search
@@ -117,30 +113,29 @@ def read_form(route: str, value: Any) -> Form:
 
 
 def read_searches(form: Form, value: Any, top_n: int) -> Searches:
-    """The searches of a request whose form is ``form``; ``top_n`` is the run's.
-
-    Raises ``InvalidRequest`` with cause ``invalid_search_request``.
-    """
+    """The searches of a request; ``top_n`` is the run's. Raises ``InvalidRequest``."""
     _require_top_n(form, value, top_n)
     asked = value["queries"] if "queries" in value else value["query"]
     if not form.many:
         asked = [asked]
     elif type(asked) is not list:
-        raise _refuse("A batch must be a list of queries.")
+        raise errors.INVALID_SEARCH_REQUEST("A batch must be a list of queries.")
     if len(asked) > QUERIES_MAX:
-        raise _refuse(f"A request holds {QUERIES_MAX} queries at most.")
+        raise errors.INVALID_SEARCH_REQUEST(f"A request holds {QUERIES_MAX} queries at most.")
     return Searches(form, tuple(map(_query, asked)), top_n, _flag(value, "return_score"))
 
 
 def _require_keys(value: dict[str, Any], required: set[str], allowed: set[str]) -> None:
     if not required <= value.keys() <= required | allowed:
-        raise _refuse("The body has other keys than any client of this route sends.")
+        raise errors.INVALID_SEARCH_REQUEST(
+            "The body has other keys than any client of this route sends."
+        )
 
 
 def _flag(value: dict[str, Any], name: str) -> bool:
     flag = value.get(name, False)
     if type(flag) is not bool:
-        raise _refuse(f"{name} must be true or false.")
+        raise errors.INVALID_SEARCH_REQUEST(f"{name} must be true or false.")
     return flag
 
 
@@ -155,7 +150,9 @@ def _require_top_n(form: Form, value: dict[str, Any], top_n: int) -> None:
         name, wanted, key = "topk", value.get("topk"), "execute.retrieve_topk"
         wanted = top_n if wanted is None else wanted
     if type(wanted) is not int or wanted != top_n:
-        raise _refuse(f"{name} must be {top_n} ({key}): make client and configuration agree.")
+        raise errors.INVALID_SEARCH_REQUEST(
+            f"{name} must be {top_n} ({key}): make client and configuration agree."
+        )
 
 
 def _query(value: Any) -> Query:
@@ -165,17 +162,7 @@ def _query(value: Any) -> Query:
     return Query("" if problem is QueryProblem.not_encodable else value, problem)
 
 
-def _refuse(message: str) -> errors.InvalidRequest:
-    return errors.INVALID_SEARCH_REQUEST(message)
-
-
 # --- answering ------------------------------------------------------------------------------------
-
-# A declined query, as each client's own environment would put it. The unmodified environment itself
-# answers `invalid query` to an empty one, and joins the contents of what it is given: one document
-# that says so comes out the same. The others have words of their own for nothing having been found.
-_DECLINED_ID: Final = "invalid-query"
-
 
 Documents = Sequence[Mapping[str, Any]]
 """What one search found: ``id``, ``contents`` and ``score`` of each, best first."""
@@ -184,24 +171,29 @@ Documents = Sequence[Mapping[str, Any]]
 def render_found(form: Form, documents: Documents) -> bytes:
     """One search's part of an answer.
 
-    A provider without scores has ``None`` there, and rLLM's client puts its own 0.0 in its place.
+    The score of a provider without scores is ``None``; rLLM's client puts its own 0.0 there.
     """
     if form in (Form.nested_many, Form.nested_one):
-        return _dumps([{"document": _plain(one), "score": one["score"]} for one in documents])
+        return compact([{"document": _plain(one), "score": one["score"]} for one in documents])
     if form is Form.results:
-        return _dumps([_result(rank, one) for rank, one in enumerate(documents, 1)])
-    return _dumps([_plain(one) for one in documents])
+        return compact([_result(rank, one) for rank, one in enumerate(documents, 1)])
+    return compact([_plain(one) for one in documents])
 
 
 def render_scores(documents: Documents) -> bytes:
     """The scores beside the documents of one search, for FlashRAG's ``return_score``."""
-    return _dumps([one["score"] for one in documents])
+    return compact([one["score"] for one in documents])
 
 
 def render_declined(form: Form) -> bytes:
-    """A declined query's part of an answer."""
+    """A declined query's part of an answer, as each client's own environment would put it.
+
+    The unmodified environment answers ``invalid query`` to an empty one, and joins the contents of
+    what it is given: one document that says so comes out the same. The others have words of their
+    own for nothing having been found.
+    """
     if form in (Form.search, Form.batch_search):
-        return _dumps([{"id": _DECLINED_ID, "contents": DECLINED_RESULT}])
+        return compact([{"id": "invalid-query", "contents": DECLINED_RESULT}])
     return b"[]"
 
 
@@ -214,11 +206,8 @@ def render_answer(asked: Searches, found: Sequence[bytes], scores: Sequence[byte
     form = asked.form
     if form is Form.results:
         (query,), (results,) = asked.queries, found
-        return b'{"query":%b,"method":"smartsearch-sidecar","results":%b,"num_results":%d}' % (
-            _dumps(query.text),
-            results,
-            len(orjson.loads(results)),
-        )
+        told = compact(query.text), results, len(orjson.loads(results))
+        return b'{"query":%b,"method":"smartsearch-sidecar","results":%b,"num_results":%d}' % told
     lists = b"[" + b",".join(found) + b"]"
     if form.route == "retrieve":
         return b'{"result":' + lists + b"}"
@@ -238,16 +227,5 @@ def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(rank: int, document: Mapping[str, Any]) -> dict[str, Any]:
-    result = {"id": f"doc_{rank}", "content": _plain(document), "score": document["score"]}
-    if document["score"] is None:
-        del result["score"]
-    return result
-
-
-def _dumps(value: Any) -> bytes:
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        raise errors.INTERNAL_ERROR(
-            "An answer has no UTF-8 form: its documents went unchecked"
-        ) from None
+    score = {} if document["score"] is None else {"score": document["score"]}
+    return {"id": f"doc_{rank}", "content": _plain(document), **score}

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.doctor import loopback, machine
 from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS

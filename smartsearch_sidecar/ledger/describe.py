@@ -16,7 +16,7 @@ from typing import Final
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import parse_call
+from smartsearch_sidecar.contract.execute import parse_call
 from smartsearch_sidecar.run import record as kinds
 from smartsearch_sidecar.run.line import Line
 from smartsearch_sidecar.run.record import Asked, ClientQuery, Record

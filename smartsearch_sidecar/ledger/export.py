@@ -28,8 +28,7 @@ from typing import Any, Final
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import TOP_N
-from smartsearch_sidecar.contract.execute import ExecuteRules
+from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
 from smartsearch_sidecar.ledger.disk import CLAIM, DIRECTORY_MODE, FILE_MODE, LATCH
 from smartsearch_sidecar.ledger.history import History, Tail
 from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan

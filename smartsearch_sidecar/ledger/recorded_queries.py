@@ -9,8 +9,7 @@ from __future__ import annotations
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import TOP_N
-from smartsearch_sidecar.contract.execute import ExecuteRules, parse_execute
+from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules, parse_call, parse_execute
 from smartsearch_sidecar.run.record import Asked, ClientQuery
 
 

@@ -27,8 +27,7 @@ from pydantic import SecretStr
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.contract.call_syntax import TOP_N
-from smartsearch_sidecar.contract.execute import ExecuteRules
+from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
 from smartsearch_sidecar.ledger.resume import Reopened
 from smartsearch_sidecar.ledger.run import Run

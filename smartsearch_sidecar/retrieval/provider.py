@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.config.keys import PROVIDERS
+from smartsearch_sidecar.config.sections import PROVIDERS
 
 Progress = Callable[[int, int], None]
 """Told bytes verified, and bytes in all."""

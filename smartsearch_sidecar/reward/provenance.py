@@ -75,15 +75,14 @@ class AnswerDigests:
         return self._count
 
     def add(self, result_text: str) -> None:
-        """Remembers an answer: its ``result``, exactly as sent. Call it before it is handed over.
-
-        Raises:
-            InvariantBroken: more distinct answers than the capacity.
-        """
+        """Remembers an answer, its ``result`` as sent. Call it before it is handed over."""
         self.add_digest(block_digest(block_of(result_text)))
 
     def add_digest(self, digest: bytes) -> None:
-        """Remembers the digest of a block; for answers that another node handed over."""
+        """The same for an answer that another node handed over.
+
+        Raises ``InvariantBroken`` for more distinct answers than the capacity.
+        """
         shard = self._shard(digest)
         table = self._tables[shard]
         place = _place(table, digest)
@@ -113,8 +112,7 @@ class AnswerDigests:
     def judge(self, solution_str: str) -> Judgement:
         """Judges one rollout: prompt and response, decoded together, special tokens kept.
 
-        Raises:
-            TemplateDiffers: the text has no fourth ``<think>``, so no response can be told apart.
+        Raises ``TEMPLATE_DIFFERS`` where no response can be told apart.
         """
         start = _response(solution_str)
         judged = policy_own = cut = 0

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,8 @@ class References:
         for row in rows:
             digest.update(f"{dump(row)}\n".encode())
         self.digest = digest.hexdigest()
-        splits = [split for split, _answers in declared.values()]
-        self.counts = {split: splits.count(split) for split in sorted(set(splits))}
+        counts = Counter(split for split, _answers in declared.values())
+        self.counts = dict(sorted(counts.items()))
 
     @classmethod
     def load(cls, train: Path | None, validation: Path | None = None) -> References:
@@ -73,10 +74,8 @@ class References:
         A row has ``question`` (text) and its answers (text, or a list of texts) as
         ``reward_model.ground_truth``, ``ground_truth`` or ``golden_answers``.
 
-        Raises:
-            ReferencesError: a file cannot be read, or has unusable rows; rows are named by number,
-                counted from 1 (lines, in JSONL).
-            NotAvailable: a Parquet file, and pyarrow is not installed.
+        Raises: ``REFERENCES_INVALID``, which names bad rows by number, counted from 1 (lines, in
+        JSONL); ``NOT_AVAILABLE`` for a Parquet file where pyarrow is not installed.
         """
         declared: Declared = {}
         if train is not None:
@@ -89,18 +88,11 @@ class References:
             )
         return cls(declared)
 
-    def __len__(self) -> int:
-        return len(self._declared)
-
     def lookup(self, solution_str: str, ground_truth: str | Sequence[str]) -> Located:
         """Finds the question of a rollout and checks the answers sent with it.
 
-        Args:
-            solution_str: prompt and response, decoded together.
-            ground_truth: the answers as the dataset has them: one, or several in order.
-
-        Raises: ``NO_USER_TURN``; ``REFERENCE_MISMATCH`` where the question is not declared, or has
-        other answers.
+        ``ground_truth`` has the answers as the dataset has them: one, or several in order. Raises
+        ``NO_USER_TURN``, ``REFERENCE_MISMATCH``.
         """
         question = user_question(solution_str)
         if (found := self._declared.get(_composed(question))) is None:

@@ -43,11 +43,7 @@ _PLACEHOLDER: Final = f"<answer>0{STOP}"
 
 
 class Scorer:
-    """Computes rewards with one verified source.
-
-    Raises:
-        ScorerSourceError: the file does not compile, or lacks one of the functions we lean on.
-    """
+    """Computes rewards with one verified source."""
 
     def __init__(self, source: VerifiedSource) -> None:
         self.source = source
@@ -169,20 +165,18 @@ class Scorer:
             "Counter": Counter,
             "Union": Union,
             "List": list,
-            "print": _silent,
+            # The source prints each row's verdicts: in a server that is noise, and names rollouts.
+            "print": lambda *_words, **_options: None,
             TRANSPORT: transport,
         }
         exec(self._code, names)  # noqa: S102 - function definitions of the source pinned by digest
         return names
 
 
-def _silent(*_words: object, **_options: object) -> None:
-    """The source prints each row's verdicts; in a server that is noise, and it names rollouts."""
-
-
 def _functions(source: VerifiedSource) -> CodeType:
     """The function definitions of the source, compiled with its ``assert`` statements kept.
 
+    Raises ``ScorerSourceError`` where it does not compile, or lacks a function we lean on.
     ``dont_inherit``: the future imports of this file are not the source's. ``optimize=0``: the
     source relies on ``assert`` to find a missing answer, so under ``-O`` its rewards change.
     """

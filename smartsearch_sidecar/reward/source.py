@@ -23,7 +23,6 @@ from smartsearch_sidecar.run.json_values import is_sha256
 
 GIT_SECONDS = 60.0
 """A status of a few thousand files on a cold network mount; longer means the mount hangs."""
-
 SOURCE_BYTES_MAX = 1 << 20
 """The pinned scorer is 9 KB; a megabyte is another file."""
 
@@ -52,7 +51,6 @@ class VerifiedSource:
     """Bytes whose digest was what it had to be when they were read."""
 
     path: Path
-    """Absolute."""
     sha256: str
     text: bytes = field(repr=False)
     """The file's bytes; what is compiled is exactly this, never a second read."""
@@ -91,10 +89,8 @@ class VerifiedSource:
 def verify_checkout(checkout: Path, *, pin: Pin = PINNED) -> VerifiedSource:
     """Verifies a checkout of the trainer: HEAD, a clean tree, no links, the digest.
 
-    ``checkout`` is the root of the work tree; it may belong to another user.
-
-    Raises:
-        ScorerSourceError: it is not ``pin``; the sentence says what differs and what to do.
+    ``checkout`` is the root of the work tree; it may belong to another user. Raises
+    ``ScorerSourceError``: the sentence says what differs from ``pin`` and what to do.
     """
     if checkout.is_symlink() or not checkout.is_dir():
         raise errors.SCORER_SOURCE(
@@ -121,29 +117,21 @@ def verify_checkout(checkout: Path, *, pin: Pin = PINNED) -> VerifiedSource:
         )
     path = root / pin.path
     _refuse_links(root, path)
-    text = _load(path, pin.sha256)
-    binding = {"kind": "checkout", "root": str(root), "head": head, "clean": True}
-    binding |= {"path": pin.path, "sha256": pin.sha256}
-    return VerifiedSource(path=path, sha256=pin.sha256, text=text, root=root, binding=binding)
+    binding = {"kind": "checkout", "root": str(root), "head": head, "clean": True, "path": pin.path}
+    return _verified(path, pin.sha256, root, binding)
 
 
 def verify_file(source: Path, source_sha256: str) -> VerifiedSource:
-    """Verifies one file by its digest, for installations that do not carry the whole checkout.
-
-    Raises:
-        ScorerSourceError: no such file, a link, or another digest.
-    """
+    """The same of one file, for installations that do not carry the whole checkout."""
     if not is_sha256(source_sha256):
         raise errors.SCORER_SOURCE(
             "reward.source_sha256 must be 64 lower-case hex digits: the output of sha256sum"
         )
     path = source.parent.resolve() / source.name
-    text = _load(path, source_sha256)
-    binding = {"kind": "file", "path": str(path), "sha256": source_sha256}
-    return VerifiedSource(path=path, sha256=source_sha256, text=text, root=path, binding=binding)
+    return _verified(path, source_sha256, path, {"kind": "file", "path": str(path)})
 
 
-def _load(path: Path, sha256: str) -> bytes:
+def _verified(path: Path, sha256: str, root: Path, binding: dict[str, Any]) -> VerifiedSource:
     try:
         text = _read(path)
     except OSError as error:
@@ -156,7 +144,7 @@ def _load(path: Path, sha256: str) -> bytes:
             f"the scorer's source {path} has sha256 {found}, pinned is {sha256}; "
             "restore the pinned file"
         )
-    return text
+    return VerifiedSource(path, sha256, text, root, binding | {"sha256": sha256})
 
 
 def _read(path: Path) -> bytes:
@@ -165,10 +153,8 @@ def _read(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > SOURCE_BYTES_MAX:
-            raise errors.SCORER_SOURCE(
-                f"the scorer's source {path} is not a regular file of at most "
-                f"{SOURCE_BYTES_MAX} bytes"
-            )
+            limit = f"a regular file of at most {SOURCE_BYTES_MAX} bytes"
+            raise errors.SCORER_SOURCE(f"the scorer's source {path} is not {limit}")
         return file.read(SOURCE_BYTES_MAX + 1)
 
 

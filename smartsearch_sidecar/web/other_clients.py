@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.call_syntax import TOP_N
+from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.contract.json import strict_json
 from smartsearch_sidecar.contract.other_clients import (
     BATCH_BYTES_MAX,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import call_syntax
-from smartsearch_sidecar.contract.call_syntax import parse_call
+from smartsearch_sidecar.contract import execute
+from smartsearch_sidecar.contract.execute import parse_call
 
 LONE = "\ud83d"
 
@@ -166,7 +166,7 @@ def test_hostile_calls_of_the_largest_size_are_refused(call: str) -> None:
 )
 def test_the_native_spelling_never_reaches_the_parser(query: str) -> None:
     """A rollout's own calls are read without ast, hence without its process-wide side effects."""
-    assert call_syntax._native_query(f"wikipedia_search(query={query!r}, top_n=5)") == query
+    assert execute._native_query(f"wikipedia_search(query={query!r}, top_n=5)") == query
 
 
 @pytest.mark.parametrize("number", ["6", "5.0", "5j", "True", "None", "'5'", "b'5'", "...", "1e-5"])
@@ -188,7 +188,7 @@ def test_words_are_counted_outside_strings_and_comments() -> None:
 )
 def test_what_could_nest_unseen_never_reaches_the_parser(text: str) -> None:
     """A literal that embeds expressions, or whose end is in doubt, is refused before parsing."""
-    assert not call_syntax._bounded(text)
+    assert not execute._bounded(text)
 
 
 def test_each_condition_has_one_constant_message() -> None:

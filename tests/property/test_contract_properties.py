@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract import call_syntax
+from smartsearch_sidecar.contract import execute
 from smartsearch_sidecar.contract.execute import (
     ExecuteRules,
     QueryProblem,
@@ -112,8 +112,8 @@ def verdict(parse: Callable[[], T]) -> tuple[str | None, T | None]:
 def test_a_rollouts_own_spelling_is_read_as_python_reads_it(query: str) -> None:
     """For every text, the fast reading of its repr() is the text, and is what the parser gives."""
     call = f"wikipedia_search(query={query!r}, top_n=5)"
-    assert call_syntax._native_query(call) == query
-    assert call_syntax._literal_call(call) == (query, True)
+    assert execute._native_query(call) == query
+    assert execute._literal_call(call) == (query, True)
 
 
 @settings(deadline=None)
@@ -121,7 +121,7 @@ def test_a_rollouts_own_spelling_is_read_as_python_reads_it(query: str) -> None:
 def test_a_fast_reading_is_never_another_than_the_parsers(text: str, quote: str) -> None:
     """Whatever stands between the quotes, escapes whole or broken, the two readings agree."""
     call = f"wikipedia_search(query={quote}{text}{quote}, top_n=5)"
-    query = call_syntax._native_query(call)
+    query = execute._native_query(call)
     if query is not None and not has_surrogates(call):  # such a call is refused before
         assert literal_by_ast(call) == (query, 5)
 
@@ -132,11 +132,11 @@ def test_every_character_is_read_alike() -> None:
     for start in range(0, sys.maxunicode + 1, width):
         characters = "".join(map(chr, range(start, start + width)))
         call = f"wikipedia_search(query={characters!r}, top_n=5)"
-        assert call_syntax._native_query(call) == characters
+        assert execute._native_query(call) == characters
         assert literal_by_ast(call) == (characters, 5)
         plain = "".join(c for c in characters if c not in "\0\r\n\\'" and not has_surrogates(c))
         call = f"wikipedia_search(query='{plain}', top_n=5)"
-        assert call_syntax._native_query(call) == plain
+        assert execute._native_query(call) == plain
         assert literal_by_ast(call) == (plain, 5)
 
 
@@ -145,7 +145,7 @@ def test_every_character_is_read_alike() -> None:
 def test_any_call_is_judged_as_python_reads_it(call: str) -> None:
     """The bound refuses nothing the parser would make a literal call of, and adds nothing."""
     oracle = literal_by_ast(call)
-    cause, value = verdict(lambda: call_syntax.parse_call(call))
+    cause, value = verdict(lambda: execute.parse_call(call))
     if oracle is None:
         assert cause == CALL
     else:

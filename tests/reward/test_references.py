@@ -63,7 +63,7 @@ def test_the_split_is_the_one_that_declares_the_question(references: References)
     assert references.lookup(asked, [SECRET, "Unguja"]) == Located("train", "Which island?")
     assert references.lookup(prompt("By whom?"), "Gounod") == Located("validation", "By whom?")
     assert references.counts == {"train": 2, "validation": 1}
-    assert len(references) == 3
+    assert sum(references.counts.values()) == 3
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
@@ -156,7 +156,7 @@ def test_parquet_and_jsonl_say_the_same(tmp_path: Path) -> None:
     )
     loaded = [References.load(path) for path in (table, nested, flat)]
     assert len({references.digest for references in loaded}) == 1
-    assert [len(references) for references in loaded] == [3, 3, 3]
+    assert [sum(references.counts.values()) for references in loaded] == [3, 3, 3]
     loaded[0].lookup(prompt("Who?"), ["Gounod"])
 
 
@@ -210,7 +210,7 @@ def test_repetition_is_allowed_when_the_answers_agree(tmp_path: Path) -> None:
     """A repeated question must be taken once when its answers agree, and refused when not."""
     row = {"question": "Who?", "golden_answers": [SECRET]}
     again = {"question": " Who? ", "ground_truth": SECRET}
-    assert len(References.load(jsonl(tmp_path / "a", [row, again]))) == 1
+    assert References.load(jsonl(tmp_path / "a", [row, again])).counts == {"train": 1}
     other = {"question": "Who?", "golden_answers": ["Pemba"]}
     with raises(errors.REFERENCES_INVALID, match=r"row 3: .* other answers") as caught:
         References.load(jsonl(tmp_path / "b", [row, again, other]))
@@ -318,4 +318,6 @@ def test_parquet_without_pyarrow_names_the_extra(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with raises(errors.NOT_AVAILABLE, match=r"\[parquet\]"):
         References.load(table)
-    assert len(References.load(jsonl(tmp_path / "b", [trainer_row("Who?", ["a"])]))) == 1
+    assert References.load(jsonl(tmp_path / "b", [trainer_row("Who?", ["a"])])).counts == {
+        "train": 1
+    }
