@@ -30,18 +30,22 @@ from smartsearch_sidecar.cluster.quota_leases import (
     resource,
     returned,
 )
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.run.record import SplitQuotas
 from smartsearch_sidecar.run.state import RunState
 
 QUOTA: Final = "quota"
 
 
-def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """What the run has of each resource; ``splits`` as ``reward_state.quotas_of`` gives each."""
-    return {SEARCHES: max_calls} | {
-        resource(split, what): quotas[f"max_{what}"]
-        for split, quotas in splits.items()
-        for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS)
-    }
+def totals_of(config: Config) -> dict[str, int]:
+    """What the run has of each resource."""
+    found = {SEARCHES: config.execute.max_calls}
+    if config.reward.enabled:
+        for split, part in (("train", config.reward), ("validation", config.reward.validation)):
+            quotas = SplitQuotas.of(part).to_data()
+            for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS):
+                found[resource(split, what)] = quotas[f"max_{what}"]
+    return found
 
 
 def used_of(state: RunState) -> dict[str, int]:

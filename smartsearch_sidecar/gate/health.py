@@ -61,8 +61,7 @@ async def check(service: Service, seconds: float) -> str:
 
 async def health_report(service: Service, *, settle_seconds: float) -> dict[str, Any]:
     """The body of ``/health``: the state, the counts the reference gives, and the first cause."""
-    state = await check(service, settle_seconds)
-    return {"state": state, **counts(service)}
+    return {"state": await check(service, settle_seconds), **counts(service)}
 
 
 def _rewards(service: Service) -> dict[str, Any]:

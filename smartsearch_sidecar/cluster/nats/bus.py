@@ -4,9 +4,6 @@ The bucket is an ordinary key-value bucket (``nats kv`` shows it) without direct
 value is always the leader's. Every write carries an id of its own, and the servers do not keep the
 same id twice. So a write whose fate is unknown may be tried again.
 
-What may break on the way, and when it is tried again, is in ``dialer.py``; how streams are followed
-in ``follower.py``; what is nats-py's in ``connection.py``.
-
 Apart from ``gate/cluster.py``, which opens it, so that only this folder speaks NATS.
 """
 
@@ -21,18 +18,15 @@ from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink, OnMessage, OnQuestion, OnValue
-from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
-from smartsearch_sidecar.cluster.nats.dialer import Dialer
+from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsConnection
 from smartsearch_sidecar.cluster.nats.streams import Follower, Streams, api, decoded
 from smartsearch_sidecar.config import ClusterSection
 
 PATIENCE_SECONDS: Final = 12.0
 """The bound of every call: NATS takes four to nine to elect a new leader where one has died."""
-
 PULSE_SECONDS: Final = 1.0
 PULSES: Final = 5
 """How often a server is looked at: each second, or this often within ``lost_seconds``."""
-
 START_SECONDS: Final = 30.0
 """The bound of ``connect``: the servers of a run may be starting beside it."""
 
@@ -91,7 +85,7 @@ class NatsBus:
     async def begin(self, seconds: float) -> None:
         """Makes bucket and stream, or finds them as other nodes have made them."""
         dialer = self._dialer
-        await dialer.call(lambda c: self._streams.make(c, dialer.servers), seconds)
+        await dialer.call(lambda c: self._streams.make(c, len(dialer.urls)), seconds)
         dialer.begin(self._streams.prove)
 
     async def get(self, key: str) -> Entry | None:
@@ -155,8 +149,7 @@ class NatsBus:
             deliver(key, value)
         self._watches.append(deliver)
 
-    def _changed(self, number: int, key: str, value: bytes) -> None:
-        del number
+    def _changed(self, _: int, key: str, value: bytes) -> None:
         # Kept in the order of the changes, for watches that begin later.
         self._values.pop(key, None)
         self._values[key] = value
@@ -252,11 +245,10 @@ class NatsBus:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _go_on(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> asyncio.Task[None]:
+    def _go_on(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._done(task, vital))
-        return task
 
     def _done(self, task: asyncio.Task[None], vital: bool) -> None:
         self._tasks.discard(task)
@@ -273,9 +265,8 @@ class NatsBus:
 
     def _subject(self, key: str) -> str:
         if KEY.fullmatch(key) is None:
-            raise errors.INTERNAL_ERROR(
-                f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots"
-            )
+            why = f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots"
+            raise errors.INTERNAL_ERROR(why)
         return self._streams.keys.subject(key)
 
     async def _append(self, subject: str, data: bytes) -> int:

@@ -26,8 +26,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
-from smartsearch_sidecar.cluster.nats.dialer import Dialer
+from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsConnection
 
 REQUEST_SECONDS: Final = 1.0
 """What one try may take. The servers answer in milliseconds, unless they have no leader."""
