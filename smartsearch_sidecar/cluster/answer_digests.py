@@ -41,10 +41,8 @@ def encode_batch(digests: Iterable[bytes]) -> bytes:
     """A message: a mark of its format, then 1 to ``BATCH_MAX`` digests end to end."""
     parts = list(digests)
     if not 1 <= len(parts) <= BATCH_MAX or any(len(part) != DIGEST_BYTES for part in parts):
-        raise errors.INTERNAL_ERROR(
-            f"a message holds 1 to {BATCH_MAX} digests of {DIGEST_BYTES} bytes each, not these "
-            f"{len(parts)}"
-        )
+        size = f"1 to {BATCH_MAX} digests of {DIGEST_BYTES} bytes each"
+        raise errors.INTERNAL_ERROR(f"a message holds {size}, not these {len(parts)}")
     return _MARK + b"".join(parts)
 
 
@@ -105,36 +103,35 @@ class Backlog:
         """The next message; it is under way until ``kept`` or ``failed``."""
         if self._under_way or not self._waiting:
             raise errors.INTERNAL_ERROR("there is no message of digests to publish")
-        count = min(BATCH_MAX, len(self._waiting))
         self._under_way_since = self._oldest_at
+        count = min(BATCH_MAX, len(self._waiting))
         self._under_way = [self._waiting.popleft() for _ in range(count)]
         return encode_batch(self._under_way)
 
     def kept(self) -> None:
         """The stream has the message. What waits is due by its age: it may be due at once."""
-        self._require_under_way()
-        self.published += len(self._under_way)
-        self._under_way = []
+        self.published += len(self._settled())
 
     def failed(self) -> None:
         """It is not known whether the stream has the message: it is published again, first."""
-        self._require_under_way()
-        self._waiting.extendleft(reversed(self._under_way))
+        self._waiting.extendleft(reversed(self._settled()))
         self._oldest_at = self._under_way_since
-        self._under_way = []
 
-    def _require_under_way(self) -> None:
+    def _settled(self) -> list[bytes]:
         if not self._under_way:
             raise errors.INTERNAL_ERROR("no message of digests is under way")
+        settled, self._under_way = self._under_way, []
+        return settled
 
 
 class Watermark:
-    """How far the stream has been read. Its messages are numbered from 1 without gaps."""
+    """How far the stream has been ``read``: its messages are numbered from 1 without gaps.
 
-    def __init__(self) -> None:
-        self.read = 0
-        self.missed = 0
-        """Messages that never came: the stream was cut, and answers may stay unknown."""
+    ``missed`` messages never came: the stream was cut, and answers may stay unknown.
+    """
+
+    read = 0
+    missed = 0
 
     def advance(self, sequence: int) -> bool:
         """A message arrived; ``False`` where it was read before, as after a reconnect."""
@@ -200,9 +197,6 @@ class AnswerStream:
             except errors.ClusterUnreachable:
                 self._backlog.failed()
                 await asyncio.sleep(RETRY_SECONDS)
-            except BaseException:
-                self._backlog.failed()
-                raise
             else:
                 self._backlog.kept()
                 self._wake()

@@ -62,25 +62,15 @@ Rows = Mapping[str, NodeRow]
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """The run of this process, as its node uses it.
-
-    Attributes:
-        state: the fold of its records.
-        busy: whether anything is in flight.
-        journal: sequence number and sum of the last record.
-        settle: waits up to so many seconds for work in flight, then checks the provider's identity.
-        close: closes the latch with a cause and its ``detail``.
-        latched: set once the latch is closed.
-        latch_durable: returns once the closed latch is on disk.
-    """
+    """The run of this process, as its node uses it."""
 
     state: RunState
-    busy: Callable[[], bool]
-    journal: Callable[[], tuple[int, str]]
-    settle: Callable[[float], Awaitable[object]]
-    close: Callable[..., None]
-    latched: asyncio.Event
-    latch_durable: Callable[[], Awaitable[None]]
+    busy: Callable[[], bool]  # whether anything is in flight
+    journal: Callable[[], tuple[int, str]]  # sequence number and sum of the last record
+    settle: Callable[[float], Awaitable[object]]  # so many seconds, then checks identity
+    close: Callable[..., None]  # the latch, with a cause and its ``detail``
+    latched: asyncio.Event  # set once the latch is closed
+    latch_durable: Callable[[], Awaitable[None]]  # returns once the closed latch is on disk
 
 
 class Node:
@@ -105,9 +95,7 @@ class Node:
         self._confirmed_at = self.now()
         self._publish_now = asyncio.Event()
         self._failure: Cause | None = None  # what failed before there was a latch to close
-        self._tasks: list[asyncio.Task[None]] = []
-        self._latch_task: asyncio.Task[None] | None = None
-        self._lease_task: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._log = structlog.get_logger("node")
 
     # --- joining ----------------------------------------------------------------------------------
@@ -135,10 +123,7 @@ class Node:
     async def join(
         self, ours: Mapping[str, Any], instance: str, claim_sha256: str, *, fresh: bool
     ) -> None:
-        """Takes this node's place; ``fresh`` where its run begins rather than goes on.
-
-        Raises ``ClusterRefused`` where it may not have it.
-        """
+        """Takes this node's place, or raises ``ClusterRefused``; ``fresh`` where its run begins."""
         await agree(self.bus, self.name, ours)
         await self.leaser.join()
         await register(self.bus, self.name, instance)
@@ -148,8 +133,7 @@ class Node:
             await self.bus.watch(prefix, self._on_value)
 
     async def begin(self, local: LocalRun) -> None:
-        """The run is claimed: from now on this node publishes its state, and its latch closes with
-        the run's.
+        """The run is claimed: this node publishes its state, and its latch closes with the run's.
 
         Returns once a latch that was closed before is closed here too.
         """
@@ -164,25 +148,21 @@ class Node:
         self._start("answers questions", retry_forever(lambda: self.bus.answer(self._answer)))
         self._start("publishes its state", self._publish_states())
         self._start("looks at the clock", self._watch_clock())
-        self._lease_task = self._start("leases", self.leaser.run())
-        self._latch_task = self._start("publishes its latch", self._publish_latch())
+        self._start("leases", self.leaser.run())
+        self._start("publishes its latch", self._publish_latch())
         if self.answers is not None:
             self._start("publishes answers", self.answers.run())
-        # Before it serves: a state of its last life, as "ended", must not stand for what it does
-        # now.
+        # Before it serves: a state of its last life must not stand for what it does now.
         with contextlib.suppress(errors.ClusterUnreachable):
             await self._publish_state()
 
-    def _start(self, what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"the node {what}")
+    def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[what] = asyncio.create_task(work, name=f"the node {what}")
         task.add_done_callback(self._on_task_done)
-        self._tasks.append(task)
-        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Without one of its tasks this node misses what others publish, or publishes nothing
-        itself: the run is over.
-        """
+        # Without one of its tasks this node misses what others publish, or publishes nothing
+        # itself: the run is over.
         if task.cancelled() or (exc := task.exception()) is None:
             return
         self._log.error("the node's own work broke", task=task.get_name(), exc_info=exc)
@@ -198,13 +178,8 @@ class Node:
         status = RunStatus.PENDING if self.local.busy() else RunStatus.HEALTHY
         if run.closed:
             status = RunStatus.FAILED
-        counts = {
-            "answered": run.responses,
-            "failed": run.failed,
-            "declined": run.declined,
-            "lost": run.lost,
-            **used_of(run),
-        }
+        counts = {"answered": run.responses, "failed": run.failed}
+        counts |= {"declined": run.declined, "lost": run.lost, **used_of(run)}
         return NodeState(
             instance=self._instance,
             restarts=run.restarts,
@@ -419,13 +394,12 @@ class Node:
         await self._last(self._leave(), "the other nodes do not know that this one ended")
 
     async def _leave(self) -> None:
-        if self._latch_task is not None and self.local.state.closed:
-            await self._latch_task
+        if self.local.state.closed:
+            await self._tasks["publishes its latch"]
         if self.answers is not None:
             await self.answers.published()
-        if self._lease_task is not None:  # it would lease anew what is given back
-            self._lease_task.cancel()
-            await asyncio.wait([self._lease_task])
+        self._tasks["leases"].cancel()  # it would lease anew what is given back
+        await asyncio.wait([self._tasks["leases"]])
         await self.leaser.give_back()
         await self._publish_state()
 
@@ -447,9 +421,9 @@ class Node:
 
     async def close(self) -> None:
         """Ends this node's tasks and its connection."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self.bus.close()
 
     def now(self) -> float:

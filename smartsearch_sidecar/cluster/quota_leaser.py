@@ -65,8 +65,7 @@ class QuotaLeaser:
         self, bus: Bus, node: str, *, totals: Amounts, members: int, lease_block: int
     ) -> None:
         """``totals`` are the run's quotas, ``members`` how many nodes it has."""
-        self._bus = bus
-        self._node = node
+        self._bus, self._node = bus, node
         self.totals = dict(totals)
         self._members = members
         self._block = blocks(totals, lease_block, members)
@@ -74,17 +73,14 @@ class QuotaLeaser:
         self._state = RunState()
         self._asked = asyncio.Event()
         self._needs: dict[asyncio.Future[None], Amounts] = {}
-        self._calls: dict[str, Amounts] = {}
-        self._calls_asked: dict[str, int] = {}
+        self._calls: dict[str, tuple[Amounts, int]] = {}  # by split; asked for in which round
         self._wakes: list[Callable[[], None]] = []
         self._begun = 0  # rounds: each takes up what is needed when it begins
         self._ended = 0  # the last that came to its end
         self._away: errors.ClusterUnreachable | None = None
 
     async def join(self) -> None:
-        """Takes a place in the run. Raises ``ClusterRefused`` where all are taken,
-        ``ClusterUnreachable``, ``ClusterUnreadable``.
-        """
+        """Takes a place in the run. Raises ``ClusterRefused`` where all are taken."""
         await self._change(lambda value: joined(value, self._node))
 
     def serve(self, state: RunState) -> None:
@@ -97,7 +93,6 @@ class QuotaLeaser:
             await self._asked.wait()
             self._asked.clear()
             self._begun += 1
-            number = self._begun
             try:
                 await self._change(self._more)
             except errors.ClusterUnreachable as exc:
@@ -105,7 +100,7 @@ class QuotaLeaser:
                 self._asked.set()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._away, self._ended = None, number
+            self._away, self._ended = None, self._begun
             self.wake()
 
     def wake(self) -> None:
@@ -127,7 +122,7 @@ class QuotaLeaser:
 
     def _more(self, value: Leases) -> Leases:
         needed: Counter[str] = Counter()
-        for need in (*self._needs.values(), *self._calls.values()):
+        for need in (*self._needs.values(), *(need for need, _ in self._calls.values())):
             needed.update(need)
         wanted = self._lease.wanted(used_of(self._state), needed)
         return leased(value, self._node, wanted)[0] if wanted else value
@@ -203,17 +198,16 @@ class QuotaLeaser:
         need = {calls: 1, tokens: meter.cap}
         if all(self._lease.fits(name, used[name], need[name]) for name in need):
             self._calls.pop(split, None)
-            self._calls_asked.pop(split, None)
             for name in need:
                 self._ahead(name, used[name])
             return True
-        asked = self._calls_asked.get(split)
+        _, asked = self._calls.get(split, (None, None))
         # A call that is not settled yet gives back tokens as a rule, but never itself.
         may_settle = meter.unsettled and self._lease.fits(calls, used[calls])
         if asked is not None and self._ended > asked and not may_settle:
             self._refuse_exhausted(need, used)
         if asked is None or self._ended > asked:
-            self._calls[split], self._calls_asked[split] = need, self._begun
+            self._calls[split] = need, self._begun
             self._asked.set()
         return False
 

@@ -26,7 +26,7 @@ the run by standing in it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
@@ -37,10 +37,8 @@ SEARCHES: Final = "searches"
 SCORES: Final = "scores"
 HELPER_CALLS: Final = "helper_calls"
 OUTPUT_TOKENS: Final = "output_tokens"
-
 BLOCKS_A_NODE: Final = 4
 """Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
-
 PAUSE_SECONDS_FIRST: Final = 0.004  # a round trip or two: the new value is known after one
 PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost often is won in time
 
@@ -104,6 +102,11 @@ class Leases:
         """What a node has leased so far; zeros where it is not in the run."""
         return self.nodes.get(node, dict.fromkeys(self.totals, 0))
 
+    def changed(self, node: str, by: Amounts, sign: int) -> Leases:
+        """With a node's lease of each resource larger or, with ``sign`` -1, smaller."""
+        row = {name: amount + sign * by.get(name, 0) for name, amount in self.of(node).items()}
+        return replace(self, nodes={**self.nodes, node: row})
+
     def encode(self) -> bytes:
         """Canonical bytes. Each node is a row of numbers without names, to keep the value short:
         it is written at every lease of any node.
@@ -151,15 +154,14 @@ def joined(value: Leases, node: str) -> Leases:
             "or use another cluster.run_id"
         )
     lives = {**value.lives, node: value.lives.get(node, 0) + 1}
-    nodes = {**value.nodes, node: value.of(node)}
-    return Leases(value.members, value.totals, nodes, lives)
+    return replace(value, nodes={**value.nodes, node: value.of(node)}, lives=lives)
 
 
 def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str, int]]:
     """Adds to a node's lease of each resource what is wanted, or what is left where that is less.
 
-    Returns the new value and what was granted of each, without zeros; where that is empty, there is
-    nothing to write. Raises ``InvariantBroken`` for a node that has not joined.
+    Returns the new value and what was granted of each, without zeros: if nothing, there is nothing
+    to write.
     """
     if node not in value.nodes:
         raise errors.INTERNAL_ERROR(f"node {node} wants to lease and has not joined")
@@ -169,7 +171,7 @@ def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str,
             raise errors.INTERNAL_ERROR(f"{amount} of {name!r:.60} cannot be leased")
         if given := min(amount, value.left(name)):
             granted[name] = given
-    return _with(value, node, granted, +1), granted
+    return value.changed(node, granted, +1), granted
 
 
 def returned(value: Leases, node: str, used: Amounts) -> Leases:
@@ -180,15 +182,8 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
         raise errors.INTERNAL_ERROR("what a node has used is not stated for every resource")
     if node not in value.nodes:
         return value
-    own = value.of(node)
-    unused = {name: max(0, own[name] - used[name]) for name in own}
-    return _with(value, node, unused, -1)
-
-
-def _with(value: Leases, node: str, change: Amounts, sign: int) -> Leases:
-    own = value.of(node)
-    row = {name: amount + sign * change.get(name, 0) for name, amount in own.items()}
-    return Leases(value.members, value.totals, {**value.nodes, node: row}, value.lives)
+    unused = {name: max(0, amount - used[name]) for name, amount in value.of(node).items()}
+    return value.changed(node, unused, -1)
 
 
 def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
@@ -198,7 +193,7 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
     less where a node's even share would not hold ``BLOCKS_A_NODE`` of them. Rewards are not shared
     evenly, because one node may score all: for them the share is the whole.
     """
-    found = {}
+    found: dict[str, int] = {}
     for name, total in totals.items():
         size = lease_block * (MAX_NEW_TOKENS if name.endswith(f".{OUTPUT_TOKENS}") else 1)
         sharers = members if name == SEARCHES else 1

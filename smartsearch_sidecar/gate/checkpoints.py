@@ -10,13 +10,13 @@ rule of the run, not of HTTP.
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
 from smartsearch_sidecar.ledger.receipts import FORMAT
+from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: the last may still end
 STEP_MAX = 2**53
 PATH_CHARACTERS_MAX = 4096
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _KEYS = frozenset({"step", "path", "manifest_sha256"})
 
 
@@ -53,7 +52,7 @@ def parse_checkpoint(value: Any) -> CheckpointRequest:
         raise errors.OPERATOR_REQUEST("step must be a whole number from 0")
     if path is not None and (type(path) is not str or not 0 < len(path) <= PATH_CHARACTERS_MAX):
         raise errors.OPERATOR_REQUEST("path must be text of at most 4096 characters")
-    if digest is not None and (type(digest) is not str or not _SHA256.fullmatch(digest)):
+    if digest is not None and not is_sha256(digest):
         raise errors.OPERATOR_REQUEST("manifest_sha256 must be 64 lower-case hex digits")
     return CheckpointRequest(step, path, digest)
 
