@@ -59,8 +59,7 @@ def decode_batch(data: bytes) -> list[bytes]:
 class Backlog:
     """Digests on their way out: at most one message under way, the rest waits in order.
 
-    ``take`` a message when ``due``, publish it, then call ``kept`` or ``failed``. Times are seconds
-    of the node's monotonic clock.
+    ``take`` a message when ``due``, publish it, then call ``kept`` or ``failed``.
     """
 
     def __init__(self) -> None:
@@ -75,10 +74,8 @@ class Backlog:
         return len(self._waiting) + len(self._under_way)
 
     def add(self, digest: bytes, now: float) -> None:
-        """An answer is about to be handed over.
-
-        Raises ``ClusterUnreachable`` where the backlog is full: a digest is never dropped, because
-        its answer would be refused on another node.
+        """Raises ``ClusterUnreachable`` where the backlog is full: a digest is never dropped,
+        because its answer would be refused on another node.
         """
         if len(digest) != DIGEST_BYTES:
             raise errors.INTERNAL_ERROR(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
@@ -157,7 +154,6 @@ class AnswerStream:
         self._on_digest = on_digest
         self._on_failure = on_failure
         self._backlog = Backlog()
-        self._added = 0
         self._news = asyncio.Event()
         self._progress = asyncio.Event()
         self._read = Watermark()
@@ -165,7 +161,6 @@ class AnswerStream:
     def add(self, digest: bytes) -> None:
         """An answer of this node is about to be handed over. Raises as ``Backlog.add`` does."""
         self._backlog.add(digest, asyncio.get_running_loop().time())
-        self._added += 1
         self._news.set()
 
     async def begin(self) -> None:
@@ -203,21 +198,20 @@ class AnswerStream:
 
     async def published(self) -> None:
         """Returns once the stream has everything that was added by now."""
-        added = self._added
+        added = self._backlog.published + len(self._backlog)
         await self._until(lambda: self._backlog.published >= added)
 
     async def read_up(self) -> None:
         """Returns once everything that the stream holds by now has been read here.
 
-        Raises ``ClusterUnreadable`` where messages are missing: then a digest that is unknown here
-        may still be an answer of the run.
+        Raises ``ClusterUnreadable`` where messages are missing: an unknown digest proves nothing.
         """
         last = await self._bus.last()
         await self._until(lambda: self._read.read >= last)
         if self._read.missed:
-            raise errors.CLUSTER_UNREADABLE(
-                f"{self._read.missed} messages of answers never came: the stream was cut"
-            )
+            count = self._read.missed
+            why = f"{count} messages of answers never came: the stream was cut"
+            raise errors.CLUSTER_UNREADABLE(why)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

@@ -52,23 +52,19 @@ class Link(enum.StrEnum):
 
     UP = "up"
     DOWN = "down"
-    CUT = "cut"
-    """Down for ``lost_seconds`` or longer; it counts as down for good, even if it comes back."""
+    CUT = "cut"  # down for ``lost_seconds``: it counts as down for good, even if it comes back
 
 
 class Liveness(enum.StrEnum):
     """What was received of a node."""
 
     FRESH = "fresh"
-    UNANSWERED = "unanswered"
-    """Fresh, but it did not answer a question that all were asked."""
+    UNANSWERED = "unanswered"  # fresh, but it did not answer a question that all were asked
     QUIET = "quiet"
     ENDED = "ended"
-    AWAITED = "awaited"
-    """Never joined, and may still."""
+    AWAITED = "awaited"  # never joined, and may still
     LOST = "lost"
-    NEVER = "never"
-    """Never joined, and the run went on for ``lost_seconds`` without it."""
+    NEVER = "never"  # never joined, and the run went on for ``lost_seconds`` without it
 
 
 class Reason(enum.StrEnum):

@@ -22,19 +22,12 @@ from typing import Any, Final
 import structlog
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster import join
 from smartsearch_sidecar.cluster.answer_digests import AnswerStream
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus, Connect
-from smartsearch_sidecar.cluster.join import (
-    REGISTERED,
-    WITHDRAWN,
-    agree,
-    decode_registration,
-    register,
-    withdraw,
-)
 from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, NodeRow, RunVerdict
-from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser, used_of
-from smartsearch_sidecar.cluster.quota_leases import Amounts
+from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
+from smartsearch_sidecar.cluster.quota_leases import Amounts, used_of
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus, canonical, read_canonical
 from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.record import Cause
@@ -49,13 +42,11 @@ TICKS: Final = 2  # looks at the clock a heartbeat
 UNCONFIRMED_SHARE: Final = 0.6
 """Of lost_seconds: after so long without a state that the servers confirmed, this node counts
 itself as cut off. Longer than servers need for a new leader, and early enough that the others'
-silence is not held against them.
-"""
+silence is not held against them."""
 END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
 ANSWER_SECONDS: Final = 3.0  # beyond the settling: a question, an identity, an answer
 ASK_AGAIN_SECONDS: Final = 0.05
-PATIENCE_SECONDS: Final = 5.0
-"""How long publishing and reading the digests may take; they take milliseconds as a rule."""
+PATIENCE_SECONDS: Final = 5.0  # to publish and read the digests; it takes milliseconds as a rule
 
 Rows = Mapping[str, NodeRow]
 
@@ -103,13 +94,8 @@ class Node:
     async def connect(self, connect: Connect, totals: Amounts) -> None:
         """Reaches the servers. ``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
         self.bus = await connect(self._cluster, self._cluster.run_id, on_link=self._on_link)
-        self.leaser = QuotaLeaser(
-            self.bus,
-            self.name,
-            totals=totals,
-            members=self._nodes,
-            lease_block=self._cluster.lease_block,
-        )
+        block = self._cluster.lease_block
+        self.leaser = QuotaLeaser(self.bus, self.name, totals, self._nodes, block)
 
     async def follow_answers(self, on_digest: Callable[[bytes], None]) -> AnswerStream:
         """Reads what all nodes answered so far, and goes on reading."""
@@ -124,12 +110,12 @@ class Node:
         self, ours: Mapping[str, Any], instance: str, claim_sha256: str, *, fresh: bool
     ) -> None:
         """Takes this node's place, or raises ``ClusterRefused``; ``fresh`` where its run begins."""
-        await agree(self.bus, self.name, ours)
+        await join.agree(self.bus, self.name, ours)
         await self.leaser.join()
-        await register(self.bus, self.name, instance)
+        await join.register(self.bus, self.name, instance)
         self._instance, self._fresh = instance, fresh
         await self.bus.put(f"{CLAIM}.{self.name}", claim_sha256.encode())
-        for prefix in (REGISTERED, CLAIM, STATE, LATCH):
+        for prefix in (join.REGISTERED, CLAIM, STATE, LATCH):
             await self.bus.watch(prefix, self._on_value)
 
     async def begin(self, local: LocalRun) -> None:
@@ -256,9 +242,9 @@ class Node:
                 self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
             elif prefix == CLAIM:
                 self.claims[name] = value.decode("ascii", "replace")
-            elif prefix == REGISTERED:
-                instance = decode_registration(value)
-                if instance != WITHDRAWN:
+            elif prefix == join.REGISTERED:
+                instance = join.decode_registration(value)
+                if instance != join.WITHDRAWN:
                     self.membership.on_joined(name, instance, self.now())
             elif name != self.name:
                 self.membership.on_state(name, NodeState.decode(value), self.now())
@@ -406,7 +392,7 @@ class Node:
     async def withdraw(self) -> None:
         """Gives the name back where the run was not begun after all; then closes. Best effort."""
         if self._fresh:
-            work = withdraw(self.bus, self.name, self._instance)
+            work = join.withdraw(self.bus, self.name, self._instance)
             await self._last(work, "the node's name could not be given back")
         else:
             await self.close()

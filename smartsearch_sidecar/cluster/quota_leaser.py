@@ -14,61 +14,25 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster import quota_leases as quota
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
-from smartsearch_sidecar.cluster.quota_leases import (
-    HELPER_CALLS,
-    OUTPUT_TOKENS,
-    SCORES,
-    SEARCHES,
-    Amounts,
-    Leases,
-    NodeLease,
-    blocks,
-    joined,
-    leased,
-    pause,
-    resource,
-    returned,
-)
-from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.run.record import SplitQuotas
+from smartsearch_sidecar.cluster.quota_leases import SEARCHES, Amounts, Leases, NodeLease, resource
 from smartsearch_sidecar.run.state import RunState
 
 QUOTA: Final = "quota"
-
-
-def totals_of(config: Config) -> dict[str, int]:
-    """What the run has of each resource."""
-    found = {SEARCHES: config.execute.max_calls}
-    if config.reward.enabled:
-        for split, part in (("train", config.reward), ("validation", config.reward.validation)):
-            quotas = SplitQuotas.of(part).to_data()
-            for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS):
-                found[resource(split, what)] = quotas[f"max_{what}"]
-    return found
-
-
-def used_of(state: RunState) -> dict[str, int]:
-    """What a node has used of each resource by its own fold, reserved tokens included."""
-    found = {SEARCHES: state.attempts}
-    for split, meter in state.scores.splits.items():
-        found[resource(split, SCORES)] = meter.score_attempts
-        found[resource(split, HELPER_CALLS)] = meter.model_attempts
-        found[resource(split, OUTPUT_TOKENS)] = meter.committed_output_tokens
-    return found
 
 
 class QuotaLeaser:
     """Leases for this node, and waits for room. Everything here is called on the loop."""
 
     def __init__(
-        self, bus: Bus, node: str, *, totals: Amounts, members: int, lease_block: int
+        self, bus: Bus, node: str, totals: Amounts, members: int, lease_block: int
     ) -> None:
         """``totals`` are the run's quotas, ``members`` how many nodes it has."""
         self._bus, self._node = bus, node
         self.totals = dict(totals)
         self._members = members
-        self._block = blocks(totals, lease_block, members)
+        self._block = quota.blocks(totals, lease_block, members)
         self._lease = NodeLease(node, self._block)
         self._state = RunState()
         self._asked = asyncio.Event()
@@ -81,7 +45,7 @@ class QuotaLeaser:
 
     async def join(self) -> None:
         """Takes a place in the run. Raises ``ClusterRefused`` where all are taken."""
-        await self._change(lambda value: joined(value, self._node))
+        await self._change(lambda value: quota.joined(value, self._node))
 
     def serve(self, state: RunState) -> None:
         """From now on ``state`` says what this node has used."""
@@ -117,15 +81,15 @@ class QuotaLeaser:
 
     async def give_back(self) -> None:
         """Returns what was leased and not used; for a clean end, after the last use."""
-        used = used_of(self._state)
-        await self._change(lambda value: returned(value, self._node, used))
+        used = quota.used_of(self._state)
+        await self._change(lambda value: quota.returned(value, self._node, used))
 
     def _more(self, value: Leases) -> Leases:
         needed: Counter[str] = Counter()
         for need in (*self._needs.values(), *(need for need, _ in self._calls.values())):
             needed.update(need)
-        wanted = self._lease.wanted(used_of(self._state), needed)
-        return leased(value, self._node, wanted)[0] if wanted else value
+        wanted = self._lease.wanted(quota.used_of(self._state), needed)
+        return quota.leased(value, self._node, wanted)[0] if wanted else value
 
     async def _change(self, change: Callable[[Leases], Leases]) -> None:
         """Replaces the key's value by what ``change`` makes of it, and tries again where another
@@ -147,7 +111,7 @@ class QuotaLeaser:
                 self._lease.seen(new, revision + 1)
                 return
             attempt += 1
-            await asyncio.sleep(pause(attempt, random.random()))
+            await asyncio.sleep(quota.pause(attempt, random.random()))
 
     async def room_to_search(self, deadline: float) -> None:
         """See ``SharedQuota``."""
@@ -158,15 +122,17 @@ class QuotaLeaser:
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
         """See ``SharedQuota``."""
-        await self._room(
-            lambda: {resource(split, SCORES): count for split, count in wanted().items()}, deadline
-        )
+
+        def needed() -> dict[str, int]:
+            return {resource(split, quota.SCORES): count for split, count in wanted().items()}
+
+        await self._room(needed, deadline)
 
     async def _room(self, needed: Callable[[], Amounts], deadline: float) -> None:
         asked: int | None = None
         while True:
             self._state.refuse_closed()
-            need, used = needed(), used_of(self._state)
+            need, used = needed(), quota.used_of(self._state)
             if all(self._lease.fits(name, used[name], need[name]) for name in need):
                 return
             if asked is None or self._ended > asked:
@@ -193,7 +159,8 @@ class QuotaLeaser:
     def room_to_call(self, split: str) -> bool:
         """See ``SharedQuota``."""
         meter = self._state.scores.splits[split]
-        calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
+        calls = resource(split, quota.HELPER_CALLS)
+        tokens = resource(split, quota.OUTPUT_TOKENS)
         used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}
         need = {calls: 1, tokens: meter.cap}
         if all(self._lease.fits(name, used[name], need[name]) for name in need):

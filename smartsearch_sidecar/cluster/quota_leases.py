@@ -31,7 +31,9 @@ from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.values import canonical, read_object, unreadable
-from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.run.record import SplitQuotas
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS, RunState
 
 SEARCHES: Final = "searches"
 SCORES: Final = "scores"
@@ -52,6 +54,27 @@ _WHAT: Final = "what the run's nodes have leased"
 def resource(split: str, what: str) -> str:
     """The name of a split's resource: ``train.scores`` and the like."""
     return f"{split}.{what}"
+
+
+def totals_of(config: Config) -> dict[str, int]:
+    """What the run has of each resource."""
+    found = {SEARCHES: config.execute.max_calls}
+    if config.reward.enabled:
+        for split, part in (("train", config.reward), ("validation", config.reward.validation)):
+            quotas = SplitQuotas.of(part).to_data()
+            for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS):
+                found[resource(split, what)] = quotas[f"max_{what}"]
+    return found
+
+
+def used_of(state: RunState) -> dict[str, int]:
+    """What a node has used of each resource by its own fold, reserved tokens included."""
+    found = {SEARCHES: state.attempts}
+    for split, meter in state.scores.splits.items():
+        found[resource(split, SCORES)] = meter.score_attempts
+        found[resource(split, HELPER_CALLS)] = meter.model_attempts
+        found[resource(split, OUTPUT_TOKENS)] = meter.committed_output_tokens
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +131,7 @@ class Leases:
         return replace(self, nodes={**self.nodes, node: row})
 
     def encode(self) -> bytes:
-        """Canonical bytes. Each node is a row of numbers without names, to keep the value short:
-        it is written at every lease of any node.
-        """
+        """Canonical bytes; rows without names, because the value is written at every lease."""
         names = sorted(self.totals)
         rows = {node: [row[name] for name in names] for node, row in self.nodes.items()}
         value = {"members": self.members, "resources": names, "nodes": rows}
@@ -144,7 +165,6 @@ def _amounts(names: list[str], row: Any) -> dict[str, int]:
 
 def joined(value: Leases, node: str) -> Leases:
     """With ``node`` in the run, one life further: another value each time, to be written at start.
-
     Raises ``ClusterRefused`` where the run has all its nodes.
     """
     if node not in value.nodes and len(value.nodes) >= value.members:
@@ -159,9 +179,7 @@ def joined(value: Leases, node: str) -> Leases:
 
 def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str, int]]:
     """Adds to a node's lease of each resource what is wanted, or what is left where that is less.
-
-    Returns the new value and what was granted of each, without zeros: if nothing, there is nothing
-    to write.
+    Returns the new value and what was granted, without zeros: if nothing, there is no news.
     """
     if node not in value.nodes:
         raise errors.INTERNAL_ERROR(f"node {node} wants to lease and has not joined")
@@ -203,12 +221,9 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
 
 def pause(attempt: int, draw: float) -> float:
     """Seconds before a compare-and-set that lost ``attempt`` times (from 1) is tried again.
-
-    ``draw`` is a fresh random number of 0 to 1: nodes that lost to each other must not try again
-    at the same moment.
+    ``draw`` is random, of 0 to 1: nodes that lost to each other must not meet again.
     """
-    most = min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2.0 ** min(attempt, 30))
-    return most * draw
+    return draw * min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2.0 ** min(attempt, 30))
 
 
 class NodeLease:
@@ -243,16 +258,15 @@ class NodeLease:
 
     def exhausted(self, name: str, used: int, needed: int = 1) -> bool:
         """Whether all that the run has left would not be enough either: refuse, do not wait.
-
         Only as new as the last value seen: ask for a lease before acting on it.
         """
         return self.left(name, used) + self._run_left[name] < needed
 
     def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
-        """What to lease now; empty for nothing.
+        """What to lease now; empty for nothing. ``needed`` is what requests wait for.
 
-        ``needed`` is what requests wait for. Beyond that, a resource in use here is leased ahead
-        once less than half a block is left; one that is not used here is left to the others.
+        Beyond that, a resource in use here is leased ahead once less than half a block is left; one
+        that is not used here is left to the others.
         """
         needed = needed or {}
         found: dict[str, int] = {}

@@ -20,7 +20,7 @@ from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.cluster.join import identities
 from smartsearch_sidecar.cluster.membership import RunVerdict
 from smartsearch_sidecar.cluster.node import LocalRun, Node, Rows
-from smartsearch_sidecar.cluster.quota_leaser import totals_of
+from smartsearch_sidecar.cluster.quota_leases import totals_of
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import check, counts, pending, status_report
 from smartsearch_sidecar.ledger.claim import versions
@@ -95,7 +95,7 @@ class ClusterRun:
         Raises ``ClusterRefused``, with nothing of the run written.
         """
         totals = self.node.leaser.totals
-        ours = identities(self._config, _shared(facts), versions(), totals)
+        ours = identities(self._config, facts, versions(), totals)
         run_id = orjson.loads(claim)["run_id"]
         with _refusing():
             await self.node.join(ours, run_id, claim_digest(claim), fresh=fresh)
@@ -208,17 +208,6 @@ def _used(rows: Rows) -> dict[str, int]:
     for row in rows.values():
         used.update({} if row.state is None else row.state.counts)
     return dict(used)
-
-
-def _shared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Identities without the paths at which this node has what they name."""
-    found = dict(facts)
-    if "reward" in found:
-        source = dict(found["reward"]["source"])
-        for place in ("root", "path"):
-            source.pop(place, None)
-        found["reward"] = {**found["reward"], "source": source}
-    return found
 
 
 @contextlib.contextmanager

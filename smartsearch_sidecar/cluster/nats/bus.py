@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -29,12 +29,9 @@ PULSES: Final = 5
 """How often a server is looked at: each second, or this often within ``lost_seconds``."""
 START_SECONDS: Final = 30.0
 """The bound of ``connect``: the servers of a run may be starting beside it."""
-
 ID_BYTES: Final = 16
 KEY: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-
-# JetStream's numbers for: the key has another revision.
-WRONG_LAST_SEQUENCE: Final = (10071, 10164)
+WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # JetStream's for: the key has another revision
 
 
 async def connect(
@@ -138,13 +135,8 @@ class NatsBus:
         if self._keys is None:
             self._keys = Follower(self._dialer, keys, self._changed)
             self._go_on(self._keys.run(), vital=True)
-        try:
-            async with asyncio.timeout(self._dialer.patience):
-                await self._keys.reaches(present)
-        except TimeoutError:
-            raise errors.CLUSTER_UNREACHABLE(
-                f"NATS does not deliver the values under {prefix!r}: check its servers"
-            ) from None
+        why = f"NATS does not deliver the values under {prefix!r}: check its servers"
+        await self._patiently(self._keys.reaches(present), why)
         for key, value in self._values.items():
             deliver(key, value)
         self._watches.append(deliver)
@@ -160,9 +152,10 @@ class NatsBus:
         return await self._append(self._streams.answers.subjects, data)
 
     async def read(self, on_message: OnMessage) -> None:
-        follower = Follower(
-            self._dialer, self._streams.answers, lambda number, _, data: on_message(number, data)
-        )
+        def on_stored(number: int, _: str, data: bytes) -> None:
+            on_message(number, data)
+
+        follower = Follower(self._dialer, self._streams.answers, on_stored)
         self._go_on(follower.run(), vital=True)
 
     async def last(self) -> int:
@@ -171,14 +164,14 @@ class NatsBus:
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
         found: dict[bytes, bytes] = {}
         asked = False
-        enough = asyncio.Event()
+        woken = asyncio.Event()
 
         async def on_message(message: Message) -> None:
             # Without an id it is the server's notice that no node listens.
             if len(message.data) >= ID_BYTES:
                 found.setdefault(message.data[:ID_BYTES], message.data[ID_BYTES:])
                 if len(found) >= answers:
-                    enough.set()
+                    woken.set()
 
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -186,18 +179,16 @@ class NatsBus:
                 while len(found) < answers:
                     connection = await self._dialer.reach()
                     inbox = connection.new_inbox()
+                    woken.clear()
                     try:
-                        subscription = await connection.subscribe(inbox, on_message)
-                        await connection.publish(self._ask_subject, question, reply=inbox)
+                        async with connection.subscribed(inbox, on_message, woken.set):
+                            await connection.publish(self._ask_subject, question, reply=inbox)
+                            asked = True
+                            await woken.wait()
                     except errors.ClusterUnreachable:
                         connection.end("the NATS server did not take a question")
-                        continue
-                    asked = True
-                    try:
-                        await _either(enough, connection.ended)
-                    finally:
-                        await connection.unsubscribe(subscription)
-                    asked = not connection.ended.is_set()
+                    else:
+                        asked = not connection.ended.is_set()
         if not asked and not found and answers > 0:
             raise errors.CLUSTER_UNREACHABLE("NATS does not take questions to other nodes")
         return list(found.values())[:answers]
@@ -231,11 +222,14 @@ class NatsBus:
                 await connection.ended.wait()
 
         self._go_on(listen())
+        await self._patiently(listening.wait(), "NATS brings no questions of other nodes")
+
+    async def _patiently(self, work: Awaitable[object], why: str) -> None:
         try:
             async with asyncio.timeout(self._dialer.patience):
-                await listening.wait()
+                await work
         except TimeoutError:
-            raise errors.CLUSTER_UNREACHABLE("NATS brings no questions of other nodes") from None
+            raise errors.CLUSTER_UNREACHABLE(why) from None
 
     async def close(self) -> None:
         # First the dialer: what ends after it is not reported as a loss.
@@ -273,13 +267,3 @@ class NatsBus:
         headers = {"Nats-Msg-Id": secrets.token_hex(ID_BYTES)}
         answer = await self._dialer.call(lambda c: api(c, subject, data, headers=headers))
         return int(answer["seq"])
-
-
-async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
-    """Returns when one of two events is set."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in (first, second)]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waiting:
-            each.cancel()

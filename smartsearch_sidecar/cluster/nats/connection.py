@@ -23,8 +23,8 @@ import json
 import logging
 import random
 import ssl
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -82,9 +82,7 @@ class NatsConnection:
         self._unanswered = 0
 
     @classmethod
-    async def dial(
-        cls, url: str, *, name: str, tls: ssl.SSLContext, pulse: float
-    ) -> NatsConnection:
+    async def dial(cls, url: str, name: str, tls: ssl.SSLContext, pulse: float) -> NatsConnection:
         """A connection with the server at ``url``, or ``ClusterUnreachable`` after twice
         ``DIAL_SECONDS``; ``pulse`` is in seconds.
         """
@@ -168,11 +166,22 @@ class NatsConnection:
         except (nats.errors.Error, OSError) as exc:
             raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
 
-    async def unsubscribe(self, subscription: Subscription) -> None:
-        """Ends a subscription; nothing to do where the connection has ended."""
-        if not self.ended.is_set():
-            with suppress(nats.errors.Error, OSError):
-                await subscription.unsubscribe()
+    @asynccontextmanager
+    async def subscribed(
+        self, subject: str, on_message: OnNatsMessage, on_end: Callable[[], None] | None = None
+    ) -> AsyncIterator[None]:
+        """The same for as long as it is entered; ``on_end`` is called where the connection ends."""
+        subscription = await self.subscribe(subject, on_message)
+        if on_end is not None:
+            self.at_end(on_end)
+        try:
+            yield
+        finally:
+            if not self.ended.is_set():
+                if on_end is not None:
+                    self._on_end.remove(on_end)
+                with suppress(nats.errors.Error, OSError):
+                    await subscription.unsubscribe()
 
     async def settle(self) -> None:
         """Returns once the server has taken all that was sent before."""
@@ -182,19 +191,16 @@ class NatsConnection:
         async def on_message(_: Msg) -> None:
             back.set()
 
-        self.at_end(back.set)
         inbox = self.new_inbox()
-        subscription = await self.subscribe(inbox, on_message)
-        try:
+        async with self.subscribed(inbox, on_message, back.set):
             await self.publish(inbox, b"")
-            async with asyncio.timeout(DIAL_SECONDS):
-                await back.wait()
+            try:
+                async with asyncio.timeout(DIAL_SECONDS):
+                    await back.wait()
+            except TimeoutError:
+                why = f"the NATS server at {place(self.url)} does not answer"
+                raise errors.CLUSTER_UNREACHABLE(why) from None
             self._check()
-        except TimeoutError:
-            at = place(self.url)
-            raise errors.CLUSTER_UNREACHABLE(f"the NATS server at {at} does not answer") from None
-        finally:
-            await self.unsubscribe(subscription)
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:
         """Sends a message; the server does not confirm it."""
@@ -239,8 +245,7 @@ class NatsConnection:
     def _asked(self, asking: asyncio.Future[Msg]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            # Retrieved here too: a caller that was cancelled does not look at it.
-            asking.exception()
+            asking.exception()  # retrieved: a caller that was cancelled does not look at it
 
     def _check(self) -> None:
         if self.ended.is_set():
@@ -258,10 +263,8 @@ class NatsConnection:
         return errors.CLUSTER_UNREACHABLE(self._lost(exc))
 
     async def _erred(self, exc: Exception) -> None:
-        """Takes the library's errors; some of them end the connection."""
         if not self._dialled:
-            # One of two tries; ``dial`` raises what came of both.
-            return
+            return  # one of two tries; ``dial`` raises what came of both
         if isinstance(exc, ENDINGS):
             self.end(self._lost(exc))
         elif not isinstance(exc, nats.errors.Error):
@@ -305,12 +308,9 @@ Attempt = Callable[[NatsConnection], Awaitable[T]]
 class Dialer:
     """Holds the one connection to the servers, and replaces it when it ends.
 
-    Attributes:
-        urls: the servers that are known: configured, or announced by one of them.
-        connected: whether the servers are reached, as far as is known.
-        patience: the bound of every call, in seconds.
-        pulse: seconds between two looks at whether a server still answers; a change of servers
-            that takes no longer is not called a loss.
+    ``urls`` are the servers that are known: configured, or announced by one of them. ``patience``
+    is the bound of every call, ``pulse`` the time between two looks at whether a server still
+    answers, both in seconds; a change of servers that takes no longer is not called a loss.
     """
 
     def __init__(
@@ -340,9 +340,7 @@ class Dialer:
         self._keeping = asyncio.create_task(self._keep(tls))
 
     def begin(self, prove: Attempt[None]) -> None:
-        """From now on changes of ``connected`` are reported, and ``prove`` is called over every new
-        connection.
-        """
+        """From now on changes are reported, and ``prove`` is called over every new connection."""
         self._prove = prove
         self.connected = True
         # The run's streams were just made over this connection: that is the first proof.
@@ -414,7 +412,6 @@ class Dialer:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-            self._keeping = None
 
     def _weigh(self) -> None:
         if self._closed or self._prove is None:
@@ -453,9 +450,7 @@ class Dialer:
         while True:
             for url in tuple(self.urls):
                 try:
-                    return await NatsConnection.dial(
-                        url, name=self._name, tls=tls, pulse=self.pulse
-                    )
+                    return await NatsConnection.dial(url, self._name, tls, self.pulse)
                 except errors.ClusterUnreachable as exc:
                     self._why = exc.message
             await asyncio.sleep(REDIAL_SECONDS)
@@ -464,8 +459,7 @@ class Dialer:
         """Adds the servers that this one announces, to be tried after the configured ones."""
         parts = urlsplit(connection.url)
         if parts.scheme != "nats":
-            # A certificate names the host that was configured, not what servers call each other.
-            return
+            return  # a certificate names the host that was configured, not what servers say
         known = {urlsplit(url).netloc.rpartition("@")[2] for url in self.urls}
         credentials, at, _ = parts.netloc.rpartition("@")
         new = [server for server in connection.discovered if server not in known]
