@@ -41,10 +41,8 @@ def encode_batch(digests: Iterable[bytes]) -> bytes:
     """A message: a mark of its format, then 1 to ``BATCH_MAX`` digests end to end."""
     parts = list(digests)
     if not 1 <= len(parts) <= BATCH_MAX or any(len(part) != DIGEST_BYTES for part in parts):
-        raise errors.INTERNAL_ERROR(
-            f"a message holds 1 to {BATCH_MAX} digests of {DIGEST_BYTES} bytes each, not these "
-            f"{len(parts)}"
-        )
+        size = f"1 to {BATCH_MAX} digests of {DIGEST_BYTES} bytes each"
+        raise errors.INTERNAL_ERROR(f"a message holds {size}, not these {len(parts)}")
     return _MARK + b"".join(parts)
 
 
@@ -61,8 +59,7 @@ def decode_batch(data: bytes) -> list[bytes]:
 class Backlog:
     """Digests on their way out: at most one message under way, the rest waits in order.
 
-    ``take`` a message when ``due``, publish it, then call ``kept`` or ``failed``. Times are seconds
-    of the node's monotonic clock.
+    ``take`` a message when ``due``, publish it, then call ``kept`` or ``failed``.
     """
 
     def __init__(self) -> None:
@@ -77,10 +74,8 @@ class Backlog:
         return len(self._waiting) + len(self._under_way)
 
     def add(self, digest: bytes, now: float) -> None:
-        """An answer is about to be handed over.
-
-        Raises ``ClusterUnreachable`` where the backlog is full: a digest is never dropped, because
-        its answer would be refused on another node.
+        """Raises ``ClusterUnreachable`` where the backlog is full: a digest is never dropped,
+        because its answer would be refused on another node.
         """
         if len(digest) != DIGEST_BYTES:
             raise errors.INTERNAL_ERROR(f"a digest has {DIGEST_BYTES} bytes, not {len(digest)}")
@@ -105,36 +100,35 @@ class Backlog:
         """The next message; it is under way until ``kept`` or ``failed``."""
         if self._under_way or not self._waiting:
             raise errors.INTERNAL_ERROR("there is no message of digests to publish")
-        count = min(BATCH_MAX, len(self._waiting))
         self._under_way_since = self._oldest_at
+        count = min(BATCH_MAX, len(self._waiting))
         self._under_way = [self._waiting.popleft() for _ in range(count)]
         return encode_batch(self._under_way)
 
     def kept(self) -> None:
         """The stream has the message. What waits is due by its age: it may be due at once."""
-        self._require_under_way()
-        self.published += len(self._under_way)
-        self._under_way = []
+        self.published += len(self._settled())
 
     def failed(self) -> None:
         """It is not known whether the stream has the message: it is published again, first."""
-        self._require_under_way()
-        self._waiting.extendleft(reversed(self._under_way))
+        self._waiting.extendleft(reversed(self._settled()))
         self._oldest_at = self._under_way_since
-        self._under_way = []
 
-    def _require_under_way(self) -> None:
+    def _settled(self) -> list[bytes]:
         if not self._under_way:
             raise errors.INTERNAL_ERROR("no message of digests is under way")
+        settled, self._under_way = self._under_way, []
+        return settled
 
 
 class Watermark:
-    """How far the stream has been read. Its messages are numbered from 1 without gaps."""
+    """How far the stream has been ``read``: its messages are numbered from 1 without gaps.
 
-    def __init__(self) -> None:
-        self.read = 0
-        self.missed = 0
-        """Messages that never came: the stream was cut, and answers may stay unknown."""
+    ``missed`` messages never came: the stream was cut, and answers may stay unknown.
+    """
+
+    read = 0
+    missed = 0
 
     def advance(self, sequence: int) -> bool:
         """A message arrived; ``False`` where it was read before, as after a reconnect."""
@@ -160,7 +154,6 @@ class AnswerStream:
         self._on_digest = on_digest
         self._on_failure = on_failure
         self._backlog = Backlog()
-        self._added = 0
         self._news = asyncio.Event()
         self._progress = asyncio.Event()
         self._read = Watermark()
@@ -168,7 +161,6 @@ class AnswerStream:
     def add(self, digest: bytes) -> None:
         """An answer of this node is about to be handed over. Raises as ``Backlog.add`` does."""
         self._backlog.add(digest, asyncio.get_running_loop().time())
-        self._added += 1
         self._news.set()
 
     async def begin(self) -> None:
@@ -200,30 +192,26 @@ class AnswerStream:
             except errors.ClusterUnreachable:
                 self._backlog.failed()
                 await asyncio.sleep(RETRY_SECONDS)
-            except BaseException:
-                self._backlog.failed()
-                raise
             else:
                 self._backlog.kept()
                 self._wake()
 
     async def published(self) -> None:
         """Returns once the stream has everything that was added by now."""
-        added = self._added
+        added = self._backlog.published + len(self._backlog)
         await self._until(lambda: self._backlog.published >= added)
 
     async def read_up(self) -> None:
         """Returns once everything that the stream holds by now has been read here.
 
-        Raises ``ClusterUnreadable`` where messages are missing: then a digest that is unknown here
-        may still be an answer of the run.
+        Raises ``ClusterUnreadable`` where messages are missing: an unknown digest proves nothing.
         """
         last = await self._bus.last()
         await self._until(lambda: self._read.read >= last)
         if self._read.missed:
-            raise errors.CLUSTER_UNREADABLE(
-                f"{self._read.missed} messages of answers never came: the stream was cut"
-            )
+            count = self._read.missed
+            why = f"{count} messages of answers never came: the stream was cut"
+            raise errors.CLUSTER_UNREADABLE(why)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

@@ -25,17 +25,11 @@ class Entry(NamedTuple):
     revision: int
 
 
-OnValue = Callable[[str, bytes], None]
-"""Receives each value of a watched key, on the loop: the key, the value. Must not raise."""
-
-OnMessage = Callable[[int, bytes], None]
-"""Receives each message of the stream, in order, on the loop: its sequence number, its bytes."""
-
-OnQuestion = Callable[[bytes], Awaitable[bytes]]
-"""Returns the answer to a question that another node (or this one) asked of all."""
-
-OnLink = Callable[[bool], None]
-"""Called on the loop when the connection is lost (False) and when it is back (True)."""
+# What a node hands to its bus; each is called on the loop.
+OnValue = Callable[[str, bytes], None]  # each value of a watched key: key, value; must not raise
+OnMessage = Callable[[int, bytes], None]  # each message of the stream, in order: number, bytes
+OnQuestion = Callable[[bytes], Awaitable[bytes]]  # returns the answer to a question asked of all
+OnLink = Callable[[bool], None]  # the connection is lost (False), or back (True)
 
 
 class Bus(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import orjson
@@ -51,6 +51,8 @@ OWN_KEYS: Final = frozenset(
     }
 )
 
+OWN_FACTS: Final = frozenset({"reward.source.root", "reward.source.path"})  # of identities
+
 _SHOWN_MAX: Final = 6
 """Differences of which both sides are shown; where there are more, each is only named."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
@@ -59,7 +61,7 @@ _TEXT_MAX: Final = 40
 
 async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
     """Raises ``ClusterRefused`` that names what differs from the run's first node."""
-    if await bus.create(AGREEMENT, encode_identities(ours)):
+    if await bus.create(AGREEMENT, canonical(dict(ours))):
         return
     entry = await bus.get(AGREEMENT)
     if entry is None:
@@ -122,11 +124,11 @@ def identities(
     if execute is None or cluster is None:
         raise errors.INTERNAL_ERROR("a node without [cluster] or capability joins no run")
     return {
-        **_whole(dict(facts)),
+        **_whole(_shared(facts, OWN_FACTS)),
         "execute_capability": capability_digest(cluster.run_id, execute.get_secret_value()),
         "quotas": dict(totals),
         "versions": dict(versions),
-        "config": _whole(_shared(config.public())),
+        "config": _whole(_shared(config.public(), OWN_KEYS)),
     }
 
 
@@ -141,13 +143,8 @@ def capability_digest(run_id: str, capability: str) -> str:
     return salted.hexdigest()
 
 
-def encode_identities(identities: Mapping[str, Any]) -> bytes:
-    """The value of the key ``agreement``."""
-    return canonical(dict(identities))
-
-
 def decode_identities(data: bytes) -> dict[str, Any]:
-    """Reads it. Raises ``ClusterUnreadable``."""
+    """Reads the key ``agreement``. Raises ``ClusterUnreadable``."""
     what = "what the run's first node is"
     value = read_canonical(data, what)
     if type(value) is not dict:
@@ -155,14 +152,13 @@ def decode_identities(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _shared(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A configuration without the keys that are each node's own."""
+def _shared(value: Mapping[str, Any], own: Collection[str], before: str = "") -> dict[str, Any]:
+    """Without the dotted keys that are each node's own."""
     found: dict[str, Any] = {}
     for name, item in value.items():
         key = f"{before}{name}"
-        if key in OWN_KEYS:
-            continue
-        found[name] = _shared(item, f"{key}.") if isinstance(item, Mapping) else item
+        if key not in own:
+            found[name] = _shared(item, own, f"{key}.") if isinstance(item, Mapping) else item
     return found
 
 

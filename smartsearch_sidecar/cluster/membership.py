@@ -52,23 +52,19 @@ class Link(enum.StrEnum):
 
     UP = "up"
     DOWN = "down"
-    CUT = "cut"
-    """Down for ``lost_seconds`` or longer; it counts as down for good, even if it comes back."""
+    CUT = "cut"  # down for ``lost_seconds``: it counts as down for good, even if it comes back
 
 
 class Liveness(enum.StrEnum):
     """What was received of a node."""
 
     FRESH = "fresh"
-    UNANSWERED = "unanswered"
-    """Fresh, but it did not answer a question that all were asked."""
+    UNANSWERED = "unanswered"  # fresh, but it did not answer a question that all were asked
     QUIET = "quiet"
     ENDED = "ended"
-    AWAITED = "awaited"
-    """Never joined, and may still."""
+    AWAITED = "awaited"  # never joined, and may still
     LOST = "lost"
-    NEVER = "never"
-    """Never joined, and the run went on for ``lost_seconds`` without it."""
+    NEVER = "never"  # never joined, and the run went on for ``lost_seconds`` without it
 
 
 class Reason(enum.StrEnum):
@@ -102,7 +98,6 @@ TABLE: Final = (
     Cell(RunStatus.PENDING, Reason.NODE_PENDING, (RunStatus.PENDING,)),
     Cell(RunStatus.HEALTHY, None, (RunStatus.HEALTHY,)),
 )
-_HEALTHY: Final = len(TABLE) - 1
 
 
 @functools.cache
@@ -167,8 +162,8 @@ class Membership:
         """A registration was read. From now on states of another instance do not count."""
         self._event(now)
         member = self._members.get(name)
-        if member is None:
-            self._keep_absence(now)
+        if member is None and self._nodes > len(self._members):
+            self._keep_of("", now)
         if member is None or member.instance != instance:
             self._members[name] = _Member(instance, now)
 
@@ -177,18 +172,17 @@ class Membership:
         self._event(now)
         member = self._members.get(name)
         if member is None:
-            self._keep_absence(now)
-            member = self._members[name] = _Member(state.instance, now)
+            self.on_joined(name, state.instance, now)
+            member = self._members[name]
         elif not _is_news(member, state):
             return
-        else:
-            # Before the news is taken in: a node is lost when its time is over, even where that is
-            # noticed only as it comes back.
-            self._keep(self._of_member(name, now))
+        # Before the news is taken in: a node is lost when its time is over, even where that is
+        # noticed only as it comes back.
+        self._keep_of(name, now)
         member.state, member.received_at = state, now
         if state.admitted and self._admitted_at is None:
             self._admitted_at = now
-        self._keep(self._of_member(name, now))
+        self._keep_of(name, now)
 
     def on_connected(self, now: float) -> None:
         """The servers are reached again: from now on, silence counts anew."""
@@ -214,18 +208,13 @@ class Membership:
     def verdict(self, now: float, *, answered: Collection[str] | None = None) -> RunVerdict:
         """What the run is.
 
-        ``answered`` names the nodes that answered a question to all; then a node that did not
-        answer is healthy only if it has ended. ``None`` where no question was asked.
+        ``answered`` names the nodes that answered a question to all, if one was asked; then a node
+        that did not answer is healthy only if it has ended.
         """
         if self._failure is not None:
             return self._failure
-        link, found = self._link(now), [(_HEALTHY, "", Liveness.FRESH)]
-        if self._nodes > len(self._members):
-            liveness = self._absent(now)
-            found.append((weight_of(link, liveness, RunStatus.PENDING), "", liveness))
-        for name in self._members:
-            liveness, status = self._facts(name, now, answered)
-            found.append((weight_of(link, liveness, status), name, liveness))
+        absent = [""] if self._nodes > len(self._members) else []
+        found = [self._weighed(name, now, answered) for name in (*absent, *self._members)]
         return self._verdict(*min(found), now)
 
     def rows(self, now: float, *, answered: Collection[str] | None = None) -> dict[str, NodeRow]:
@@ -260,14 +249,14 @@ class Membership:
             return Link.UP
         return Link.CUT if now - self._down_since >= self._lost_seconds else Link.DOWN
 
-    def _absent(self, now: float) -> Liveness:
-        since = self._admitted_at
-        gone = since is not None and self._silence(since, now) >= self._lost_seconds
-        return Liveness.NEVER if gone else Liveness.AWAITED
-
     def _facts(
-        self, name: str, now: float, answered: Collection[str] | None = None
+        self, name: str, now: float, answered: Collection[str] | None
     ) -> tuple[Liveness, RunStatus]:
+        """What is known of a node; "" stands for those that never joined."""
+        if not name:
+            since = self._admitted_at
+            gone = since is not None and self._silence(since, now) >= self._lost_seconds
+            return Liveness.NEVER if gone else Liveness.AWAITED, RunStatus.PENDING
         member = self._members[name]
         status = RunStatus.PENDING if member.state is None else member.state.status
         if member.state is not None and member.state.ended:
@@ -284,15 +273,14 @@ class Membership:
             return Liveness.UNANSWERED, status
         return Liveness.FRESH, status
 
-    def _of_member(self, name: str, now: float) -> RunVerdict:
-        liveness, status = self._facts(name, now)
-        return self._verdict(weight_of(self._link(now), liveness, status), name, liveness, now)
+    def _weighed(
+        self, name: str, now: float, answered: Collection[str] | None = None
+    ) -> tuple[int, str, Liveness]:
+        liveness, status = self._facts(name, now, answered)
+        return weight_of(self._link(now), liveness, status), name, liveness
 
-    def _keep_absence(self, now: float) -> None:
-        if self._nodes > len(self._members):
-            liveness = self._absent(now)
-            weight = weight_of(self._link(now), liveness, RunStatus.PENDING)
-            self._keep(self._verdict(weight, "", liveness, now))
+    def _keep_of(self, name: str, now: float) -> None:
+        self._keep(self._verdict(*self._weighed(name, now), now))
 
     def _keep(self, verdict: RunVerdict) -> None:
         if self._failure is None and verdict.cause is not None:
@@ -314,7 +302,6 @@ class Membership:
         return RunVerdict(status, reason, cause if failed else None, detail, name or None)
 
     def _about(self, name: str, liveness: Liveness, now: float) -> str:
-        """A sentence about the node that keeps the run from being healthy; "": absent nodes."""
         if not name:
             joined = ", ".join(sorted(self._members)) or "none yet"
             missing = self._nodes - len(self._members)

@@ -22,19 +22,12 @@ from typing import Any, Final
 import structlog
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster import join
 from smartsearch_sidecar.cluster.answer_digests import AnswerStream
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus, Connect
-from smartsearch_sidecar.cluster.join import (
-    REGISTERED,
-    WITHDRAWN,
-    agree,
-    decode_registration,
-    register,
-    withdraw,
-)
 from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, NodeRow, RunVerdict
-from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser, used_of
-from smartsearch_sidecar.cluster.quota_leases import Amounts
+from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
+from smartsearch_sidecar.cluster.quota_leases import Amounts, used_of
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus, canonical, read_canonical
 from smartsearch_sidecar.config import ClusterSection
 from smartsearch_sidecar.run.record import Cause
@@ -49,38 +42,26 @@ TICKS: Final = 2  # looks at the clock a heartbeat
 UNCONFIRMED_SHARE: Final = 0.6
 """Of lost_seconds: after so long without a state that the servers confirmed, this node counts
 itself as cut off. Longer than servers need for a new leader, and early enough that the others'
-silence is not held against them.
-"""
+silence is not held against them."""
 END_SHARE: Final = 0.2  # of lost_seconds: what leaving may take in all
 ANSWER_SECONDS: Final = 3.0  # beyond the settling: a question, an identity, an answer
 ASK_AGAIN_SECONDS: Final = 0.05
-PATIENCE_SECONDS: Final = 5.0
-"""How long publishing and reading the digests may take; they take milliseconds as a rule."""
+PATIENCE_SECONDS: Final = 5.0  # to publish and read the digests; it takes milliseconds as a rule
 
 Rows = Mapping[str, NodeRow]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """The run of this process, as its node uses it.
-
-    Attributes:
-        state: the fold of its records.
-        busy: whether anything is in flight.
-        journal: sequence number and sum of the last record.
-        settle: waits up to so many seconds for work in flight, then checks the provider's identity.
-        close: closes the latch with a cause and its ``detail``.
-        latched: set once the latch is closed.
-        latch_durable: returns once the closed latch is on disk.
-    """
+    """The run of this process, as its node uses it."""
 
     state: RunState
-    busy: Callable[[], bool]
-    journal: Callable[[], tuple[int, str]]
-    settle: Callable[[float], Awaitable[object]]
-    close: Callable[..., None]
-    latched: asyncio.Event
-    latch_durable: Callable[[], Awaitable[None]]
+    busy: Callable[[], bool]  # whether anything is in flight
+    journal: Callable[[], tuple[int, str]]  # sequence number and sum of the last record
+    settle: Callable[[float], Awaitable[object]]  # so many seconds, then checks identity
+    close: Callable[..., None]  # the latch, with a cause and its ``detail``
+    latched: asyncio.Event  # set once the latch is closed
+    latch_durable: Callable[[], Awaitable[None]]  # returns once the closed latch is on disk
 
 
 class Node:
@@ -105,9 +86,7 @@ class Node:
         self._confirmed_at = self.now()
         self._publish_now = asyncio.Event()
         self._failure: Cause | None = None  # what failed before there was a latch to close
-        self._tasks: list[asyncio.Task[None]] = []
-        self._latch_task: asyncio.Task[None] | None = None
-        self._lease_task: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._log = structlog.get_logger("node")
 
     # --- joining ----------------------------------------------------------------------------------
@@ -115,13 +94,8 @@ class Node:
     async def connect(self, connect: Connect, totals: Amounts) -> None:
         """Reaches the servers. ``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
         self.bus = await connect(self._cluster, self._cluster.run_id, on_link=self._on_link)
-        self.leaser = QuotaLeaser(
-            self.bus,
-            self.name,
-            totals=totals,
-            members=self._nodes,
-            lease_block=self._cluster.lease_block,
-        )
+        block = self._cluster.lease_block
+        self.leaser = QuotaLeaser(self.bus, self.name, totals, self._nodes, block)
 
     async def follow_answers(self, on_digest: Callable[[bytes], None]) -> AnswerStream:
         """Reads what all nodes answered so far, and goes on reading."""
@@ -135,21 +109,17 @@ class Node:
     async def join(
         self, ours: Mapping[str, Any], instance: str, claim_sha256: str, *, fresh: bool
     ) -> None:
-        """Takes this node's place; ``fresh`` where its run begins rather than goes on.
-
-        Raises ``ClusterRefused`` where it may not have it.
-        """
-        await agree(self.bus, self.name, ours)
+        """Takes this node's place, or raises ``ClusterRefused``; ``fresh`` where its run begins."""
+        await join.agree(self.bus, self.name, ours)
         await self.leaser.join()
-        await register(self.bus, self.name, instance)
+        await join.register(self.bus, self.name, instance)
         self._instance, self._fresh = instance, fresh
         await self.bus.put(f"{CLAIM}.{self.name}", claim_sha256.encode())
-        for prefix in (REGISTERED, CLAIM, STATE, LATCH):
+        for prefix in (join.REGISTERED, CLAIM, STATE, LATCH):
             await self.bus.watch(prefix, self._on_value)
 
     async def begin(self, local: LocalRun) -> None:
-        """The run is claimed: from now on this node publishes its state, and its latch closes with
-        the run's.
+        """The run is claimed: this node publishes its state, and its latch closes with the run's.
 
         Returns once a latch that was closed before is closed here too.
         """
@@ -164,25 +134,21 @@ class Node:
         self._start("answers questions", retry_forever(lambda: self.bus.answer(self._answer)))
         self._start("publishes its state", self._publish_states())
         self._start("looks at the clock", self._watch_clock())
-        self._lease_task = self._start("leases", self.leaser.run())
-        self._latch_task = self._start("publishes its latch", self._publish_latch())
+        self._start("leases", self.leaser.run())
+        self._start("publishes its latch", self._publish_latch())
         if self.answers is not None:
             self._start("publishes answers", self.answers.run())
-        # Before it serves: a state of its last life, as "ended", must not stand for what it does
-        # now.
+        # Before it serves: a state of its last life must not stand for what it does now.
         with contextlib.suppress(errors.ClusterUnreachable):
             await self._publish_state()
 
-    def _start(self, what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=f"the node {what}")
+    def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[what] = asyncio.create_task(work, name=f"the node {what}")
         task.add_done_callback(self._on_task_done)
-        self._tasks.append(task)
-        return task
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Without one of its tasks this node misses what others publish, or publishes nothing
-        itself: the run is over.
-        """
+        # Without one of its tasks this node misses what others publish, or publishes nothing
+        # itself: the run is over.
         if task.cancelled() or (exc := task.exception()) is None:
             return
         self._log.error("the node's own work broke", task=task.get_name(), exc_info=exc)
@@ -198,13 +164,8 @@ class Node:
         status = RunStatus.PENDING if self.local.busy() else RunStatus.HEALTHY
         if run.closed:
             status = RunStatus.FAILED
-        counts = {
-            "answered": run.responses,
-            "failed": run.failed,
-            "declined": run.declined,
-            "lost": run.lost,
-            **used_of(run),
-        }
+        counts = {"answered": run.responses, "failed": run.failed}
+        counts |= {"declined": run.declined, "lost": run.lost, **used_of(run)}
         return NodeState(
             instance=self._instance,
             restarts=run.restarts,
@@ -281,9 +242,9 @@ class Node:
                 self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
             elif prefix == CLAIM:
                 self.claims[name] = value.decode("ascii", "replace")
-            elif prefix == REGISTERED:
-                instance = decode_registration(value)
-                if instance != WITHDRAWN:
+            elif prefix == join.REGISTERED:
+                instance = join.decode_registration(value)
+                if instance != join.WITHDRAWN:
                     self.membership.on_joined(name, instance, self.now())
             elif name != self.name:
                 self.membership.on_state(name, NodeState.decode(value), self.now())
@@ -419,20 +380,19 @@ class Node:
         await self._last(self._leave(), "the other nodes do not know that this one ended")
 
     async def _leave(self) -> None:
-        if self._latch_task is not None and self.local.state.closed:
-            await self._latch_task
+        if self.local.state.closed:
+            await self._tasks["publishes its latch"]
         if self.answers is not None:
             await self.answers.published()
-        if self._lease_task is not None:  # it would lease anew what is given back
-            self._lease_task.cancel()
-            await asyncio.wait([self._lease_task])
+        self._tasks["leases"].cancel()  # it would lease anew what is given back
+        await asyncio.wait([self._tasks["leases"]])
         await self.leaser.give_back()
         await self._publish_state()
 
     async def withdraw(self) -> None:
         """Gives the name back where the run was not begun after all; then closes. Best effort."""
         if self._fresh:
-            work = withdraw(self.bus, self.name, self._instance)
+            work = join.withdraw(self.bus, self.name, self._instance)
             await self._last(work, "the node's name could not be given back")
         else:
             await self.close()
@@ -447,9 +407,9 @@ class Node:
 
     async def close(self) -> None:
         """Ends this node's tasks and its connection."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self.bus.close()
 
     def now(self) -> float:

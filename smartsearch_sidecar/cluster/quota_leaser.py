@@ -14,74 +14,38 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster import quota_leases as quota
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
-from smartsearch_sidecar.cluster.quota_leases import (
-    HELPER_CALLS,
-    OUTPUT_TOKENS,
-    SCORES,
-    SEARCHES,
-    Amounts,
-    Leases,
-    NodeLease,
-    blocks,
-    joined,
-    leased,
-    pause,
-    resource,
-    returned,
-)
+from smartsearch_sidecar.cluster.quota_leases import SEARCHES, Amounts, Leases, NodeLease, resource
 from smartsearch_sidecar.run.state import RunState
 
 QUOTA: Final = "quota"
-
-
-def totals_of(max_calls: int, splits: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """What the run has of each resource; ``splits`` as ``reward_state.quotas_of`` gives each."""
-    return {SEARCHES: max_calls} | {
-        resource(split, what): quotas[f"max_{what}"]
-        for split, quotas in splits.items()
-        for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS)
-    }
-
-
-def used_of(state: RunState) -> dict[str, int]:
-    """What a node has used of each resource by its own fold, reserved tokens included."""
-    found = {SEARCHES: state.attempts}
-    for split, meter in state.scores.splits.items():
-        found[resource(split, SCORES)] = meter.score_attempts
-        found[resource(split, HELPER_CALLS)] = meter.model_attempts
-        found[resource(split, OUTPUT_TOKENS)] = meter.committed_output_tokens
-    return found
 
 
 class QuotaLeaser:
     """Leases for this node, and waits for room. Everything here is called on the loop."""
 
     def __init__(
-        self, bus: Bus, node: str, *, totals: Amounts, members: int, lease_block: int
+        self, bus: Bus, node: str, totals: Amounts, members: int, lease_block: int
     ) -> None:
         """``totals`` are the run's quotas, ``members`` how many nodes it has."""
-        self._bus = bus
-        self._node = node
+        self._bus, self._node = bus, node
         self.totals = dict(totals)
         self._members = members
-        self._block = blocks(totals, lease_block, members)
+        self._block = quota.blocks(totals, lease_block, members)
         self._lease = NodeLease(node, self._block)
         self._state = RunState()
         self._asked = asyncio.Event()
         self._needs: dict[asyncio.Future[None], Amounts] = {}
-        self._calls: dict[str, Amounts] = {}
-        self._calls_asked: dict[str, int] = {}
+        self._calls: dict[str, tuple[Amounts, int]] = {}  # by split; asked for in which round
         self._wakes: list[Callable[[], None]] = []
         self._begun = 0  # rounds: each takes up what is needed when it begins
         self._ended = 0  # the last that came to its end
         self._away: errors.ClusterUnreachable | None = None
 
     async def join(self) -> None:
-        """Takes a place in the run. Raises ``ClusterRefused`` where all are taken,
-        ``ClusterUnreachable``, ``ClusterUnreadable``.
-        """
-        await self._change(lambda value: joined(value, self._node))
+        """Takes a place in the run. Raises ``ClusterRefused`` where all are taken."""
+        await self._change(lambda value: quota.joined(value, self._node))
 
     def serve(self, state: RunState) -> None:
         """From now on ``state`` says what this node has used."""
@@ -93,7 +57,6 @@ class QuotaLeaser:
             await self._asked.wait()
             self._asked.clear()
             self._begun += 1
-            number = self._begun
             try:
                 await self._change(self._more)
             except errors.ClusterUnreachable as exc:
@@ -101,7 +64,7 @@ class QuotaLeaser:
                 self._asked.set()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            self._away, self._ended = None, number
+            self._away, self._ended = None, self._begun
             self.wake()
 
     def wake(self) -> None:
@@ -118,15 +81,15 @@ class QuotaLeaser:
 
     async def give_back(self) -> None:
         """Returns what was leased and not used; for a clean end, after the last use."""
-        used = used_of(self._state)
-        await self._change(lambda value: returned(value, self._node, used))
+        used = quota.used_of(self._state)
+        await self._change(lambda value: quota.returned(value, self._node, used))
 
     def _more(self, value: Leases) -> Leases:
         needed: Counter[str] = Counter()
-        for need in (*self._needs.values(), *self._calls.values()):
+        for need in (*self._needs.values(), *(need for need, _ in self._calls.values())):
             needed.update(need)
-        wanted = self._lease.wanted(used_of(self._state), needed)
-        return leased(value, self._node, wanted)[0] if wanted else value
+        wanted = self._lease.wanted(quota.used_of(self._state), needed)
+        return quota.leased(value, self._node, wanted)[0] if wanted else value
 
     async def _change(self, change: Callable[[Leases], Leases]) -> None:
         """Replaces the key's value by what ``change`` makes of it, and tries again where another
@@ -148,7 +111,7 @@ class QuotaLeaser:
                 self._lease.seen(new, revision + 1)
                 return
             attempt += 1
-            await asyncio.sleep(pause(attempt, random.random()))
+            await asyncio.sleep(quota.pause(attempt, random.random()))
 
     async def room_to_search(self, deadline: float) -> None:
         """See ``SharedQuota``."""
@@ -159,15 +122,17 @@ class QuotaLeaser:
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
         """See ``SharedQuota``."""
-        await self._room(
-            lambda: {resource(split, SCORES): count for split, count in wanted().items()}, deadline
-        )
+
+        def needed() -> dict[str, int]:
+            return {resource(split, quota.SCORES): count for split, count in wanted().items()}
+
+        await self._room(needed, deadline)
 
     async def _room(self, needed: Callable[[], Amounts], deadline: float) -> None:
         asked: int | None = None
         while True:
             self._state.refuse_closed()
-            need, used = needed(), used_of(self._state)
+            need, used = needed(), quota.used_of(self._state)
             if all(self._lease.fits(name, used[name], need[name]) for name in need):
                 return
             if asked is None or self._ended > asked:
@@ -194,23 +159,23 @@ class QuotaLeaser:
     def room_to_call(self, split: str, wanted: int) -> int:
         """See ``SharedQuota``."""
         meter = self._state.scores.splits[split]
-        calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
+        calls = resource(split, quota.HELPER_CALLS)
+        tokens = resource(split, quota.OUTPUT_TOKENS)
         used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}
         need = {calls: 1, tokens: meter.cap}
         room = min(self._lease.left(name, used[name]) // need[name] for name in need)
         if room > 0:
             self._calls.pop(split, None)
-            self._calls_asked.pop(split, None)
             for name in need:
                 self._ahead(name, used[name])
             return min(wanted, room)
-        asked = self._calls_asked.get(split)
+        _, asked = self._calls.get(split, (None, None))
         # A call that is not settled yet gives back tokens as a rule, but never itself.
         may_settle = meter.unsettled and self._lease.fits(calls, used[calls])
         if asked is not None and self._ended > asked and not may_settle:
             self._refuse_exhausted(need, used)
         if asked is None or self._ended > asked:
-            self._calls[split], self._calls_asked[split] = need, self._begun
+            self._calls[split] = need, self._begun
             self._asked.set()
         return 0
 

@@ -26,21 +26,21 @@ the run by standing in it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.values import canonical, read_object, unreadable
-from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
+from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.run.record import SplitQuotas
+from smartsearch_sidecar.run.state import MAX_NEW_TOKENS, RunState
 
 SEARCHES: Final = "searches"
 SCORES: Final = "scores"
 HELPER_CALLS: Final = "helper_calls"
 OUTPUT_TOKENS: Final = "output_tokens"
-
 BLOCKS_A_NODE: Final = 4
 """Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
-
 PAUSE_SECONDS_FIRST: Final = 0.004  # a round trip or two: the new value is known after one
 PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost often is won in time
 
@@ -54,6 +54,27 @@ _WHAT: Final = "what the run's nodes have leased"
 def resource(split: str, what: str) -> str:
     """The name of a split's resource: ``train.scores`` and the like."""
     return f"{split}.{what}"
+
+
+def totals_of(config: Config) -> dict[str, int]:
+    """What the run has of each resource."""
+    found = {SEARCHES: config.execute.max_calls}
+    if config.reward.enabled:
+        for split, part in (("train", config.reward), ("validation", config.reward.validation)):
+            quotas = SplitQuotas.of(part).to_data()
+            for what in (SCORES, HELPER_CALLS, OUTPUT_TOKENS):
+                found[resource(split, what)] = quotas[f"max_{what}"]
+    return found
+
+
+def used_of(state: RunState) -> dict[str, int]:
+    """What a node has used of each resource by its own fold, reserved tokens included."""
+    found = {SEARCHES: state.attempts}
+    for split, meter in state.scores.splits.items():
+        found[resource(split, SCORES)] = meter.score_attempts
+        found[resource(split, HELPER_CALLS)] = meter.model_attempts
+        found[resource(split, OUTPUT_TOKENS)] = meter.committed_output_tokens
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +125,13 @@ class Leases:
         """What a node has leased so far; zeros where it is not in the run."""
         return self.nodes.get(node, dict.fromkeys(self.totals, 0))
 
+    def changed(self, node: str, by: Amounts, sign: int) -> Leases:
+        """With a node's lease of each resource larger or, with ``sign`` -1, smaller."""
+        row = {name: amount + sign * by.get(name, 0) for name, amount in self.of(node).items()}
+        return replace(self, nodes={**self.nodes, node: row})
+
     def encode(self) -> bytes:
-        """Canonical bytes. Each node is a row of numbers without names, to keep the value short:
-        it is written at every lease of any node.
-        """
+        """Canonical bytes; rows without names, because the value is written at every lease."""
         names = sorted(self.totals)
         rows = {node: [row[name] for name in names] for node, row in self.nodes.items()}
         value = {"members": self.members, "resources": names, "nodes": rows}
@@ -141,7 +165,6 @@ def _amounts(names: list[str], row: Any) -> dict[str, int]:
 
 def joined(value: Leases, node: str) -> Leases:
     """With ``node`` in the run, one life further: another value each time, to be written at start.
-
     Raises ``ClusterRefused`` where the run has all its nodes.
     """
     if node not in value.nodes and len(value.nodes) >= value.members:
@@ -151,15 +174,12 @@ def joined(value: Leases, node: str) -> Leases:
             "or use another cluster.run_id"
         )
     lives = {**value.lives, node: value.lives.get(node, 0) + 1}
-    nodes = {**value.nodes, node: value.of(node)}
-    return Leases(value.members, value.totals, nodes, lives)
+    return replace(value, nodes={**value.nodes, node: value.of(node)}, lives=lives)
 
 
 def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str, int]]:
     """Adds to a node's lease of each resource what is wanted, or what is left where that is less.
-
-    Returns the new value and what was granted of each, without zeros; where that is empty, there is
-    nothing to write. Raises ``InvariantBroken`` for a node that has not joined.
+    Returns the new value and what was granted, without zeros: if nothing, there is no news.
     """
     if node not in value.nodes:
         raise errors.INTERNAL_ERROR(f"node {node} wants to lease and has not joined")
@@ -169,7 +189,7 @@ def leased(value: Leases, node: str, wanted: Amounts) -> tuple[Leases, dict[str,
             raise errors.INTERNAL_ERROR(f"{amount} of {name!r:.60} cannot be leased")
         if given := min(amount, value.left(name)):
             granted[name] = given
-    return _with(value, node, granted, +1), granted
+    return value.changed(node, granted, +1), granted
 
 
 def returned(value: Leases, node: str, used: Amounts) -> Leases:
@@ -180,15 +200,8 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
         raise errors.INTERNAL_ERROR("what a node has used is not stated for every resource")
     if node not in value.nodes:
         return value
-    own = value.of(node)
-    unused = {name: max(0, own[name] - used[name]) for name in own}
-    return _with(value, node, unused, -1)
-
-
-def _with(value: Leases, node: str, change: Amounts, sign: int) -> Leases:
-    own = value.of(node)
-    row = {name: amount + sign * change.get(name, 0) for name, amount in own.items()}
-    return Leases(value.members, value.totals, {**value.nodes, node: row}, value.lives)
+    unused = {name: max(0, amount - used[name]) for name, amount in value.of(node).items()}
+    return value.changed(node, unused, -1)
 
 
 def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
@@ -198,7 +211,7 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
     less where a node's even share would not hold ``BLOCKS_A_NODE`` of them. Rewards are not shared
     evenly, because one node may score all: for them the share is the whole.
     """
-    found = {}
+    found: dict[str, int] = {}
     for name, total in totals.items():
         size = lease_block * (MAX_NEW_TOKENS if name.endswith(f".{OUTPUT_TOKENS}") else 1)
         sharers = members if name == SEARCHES else 1
@@ -208,12 +221,9 @@ def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
 
 def pause(attempt: int, draw: float) -> float:
     """Seconds before a compare-and-set that lost ``attempt`` times (from 1) is tried again.
-
-    ``draw`` is a fresh random number of 0 to 1: nodes that lost to each other must not try again
-    at the same moment.
+    ``draw`` is random, of 0 to 1: nodes that lost to each other must not meet again.
     """
-    most = min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2.0 ** min(attempt, 30))
-    return most * draw
+    return draw * min(PAUSE_SECONDS_MAX, PAUSE_SECONDS_FIRST * 2.0 ** min(attempt, 30))
 
 
 class NodeLease:
@@ -248,16 +258,15 @@ class NodeLease:
 
     def exhausted(self, name: str, used: int, needed: int = 1) -> bool:
         """Whether all that the run has left would not be enough either: refuse, do not wait.
-
         Only as new as the last value seen: ask for a lease before acting on it.
         """
         return self.left(name, used) + self._run_left[name] < needed
 
     def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
-        """What to lease now; empty for nothing.
+        """What to lease now; empty for nothing. ``needed`` is what requests wait for.
 
-        ``needed`` is what requests wait for. Beyond that, a resource in use here is leased ahead
-        once less than half a block is left; one that is not used here is left to the others.
+        Beyond that, a resource in use here is leased ahead once less than half a block is left; one
+        that is not used here is left to the others.
         """
         needed = needed or {}
         found: dict[str, int] = {}

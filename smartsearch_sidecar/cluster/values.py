@@ -97,12 +97,9 @@ def _refuse_other(value: Any, depth: int = DEPTH_MAX) -> None:
 class RunStatus(enum.StrEnum):
     """How a node, or the whole run, is."""
 
-    HEALTHY = "healthy"
-    """The latch is open, everything is settled, the ledger can be written, identities hold."""
-    PENDING = "pending"
-    """The same, but with work in flight, or with something about a node not known."""
-    FAILED = "failed"
-    """The latch is closed, or has to be."""
+    HEALTHY = "healthy"  # latch open, all settled, the ledger can be written, identities hold
+    PENDING = "pending"  # the same, but with work in flight, or something of a node not known
+    FAILED = "failed"  # the latch is closed, or has to be
 
 
 @dataclass(frozen=True, slots=True)

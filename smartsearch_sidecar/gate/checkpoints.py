@@ -10,13 +10,12 @@ rule of the run, not of HTTP.
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
 from smartsearch_sidecar.ledger.receipts import FORMAT
+from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service
 
@@ -26,12 +25,9 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: the last may still end
 STEP_MAX = 2**53
 PATH_CHARACTERS_MAX = 4096
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_KEYS = frozenset({"step", "path", "manifest_sha256"})
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRequest:
+class CheckpointRequest(NamedTuple):
     """What a trainer is about to save; ``step`` counts optimizer steps from 0."""
 
     step: int
@@ -44,16 +40,15 @@ def parse_checkpoint(value: Any) -> CheckpointRequest:
 
     Raises ``OperatorRequest`` for anything else; the run is not touched by it.
     """
-    if type(value) is not dict or not _KEYS.issuperset(value):
-        raise errors.OPERATOR_REQUEST(
-            "send an object of step, and optionally path, manifest_sha256"
-        )
+    if type(value) is not dict or not set(CheckpointRequest._fields).issuperset(value):
+        why = "send an object of step, and optionally path, manifest_sha256"
+        raise errors.OPERATOR_REQUEST(why)
     step, path, digest = value.get("step"), value.get("path"), value.get("manifest_sha256")
     if type(step) is not int or not 0 <= step <= STEP_MAX:
         raise errors.OPERATOR_REQUEST("step must be a whole number from 0")
     if path is not None and (type(path) is not str or not 0 < len(path) <= PATH_CHARACTERS_MAX):
         raise errors.OPERATOR_REQUEST("path must be text of at most 4096 characters")
-    if digest is not None and (type(digest) is not str or not _SHA256.fullmatch(digest)):
+    if digest is not None and not is_sha256(digest):
         raise errors.OPERATOR_REQUEST("manifest_sha256 must be 64 lower-case hex digits")
     return CheckpointRequest(step, path, digest)
 
@@ -81,24 +76,17 @@ async def take_checkpoint(
     # Nothing is awaited between the check and the record: what was checked is what is recorded.
     if status != "healthy":
         number = state.checkpoints_refused + 1
-        refused = CheckpointRefused(number=number, **asdict(wanted), state=status)
+        refused = CheckpointRefused(number=number, **wanted._asdict(), state=status)
         await recorder.post_for_receipt(refused)
         reply = {"accepted": False, "step": wanted.step, "state": status}
         return False, {**reply, **counts(service), **about}
     accepted = CheckpointAccepted(
         number=state.checkpoints_accepted + 1,
-        **asdict(wanted),
+        **wanted._asdict(),
         occurrence=state.checkpoint_steps[wanted.step] + 1,
         usage=state.usage(),
         nodes=nodes,
     )
-    receipt = await recorder.post_for_receipt(accepted)
-    return True, {
-        "format": FORMAT,
-        "accepted": True,
-        "number": accepted.number,
-        **accepted.to_data(),
-        "seq": receipt.seq,
-        "head": receipt.head,
-        "claim_sha256": state.claim_sha256,
-    }
+    kept = await recorder.post_for_receipt(accepted)
+    reply = {"format": FORMAT, "accepted": True, "number": accepted.number, **accepted.to_data()}
+    return True, {**reply, "seq": kept.seq, "head": kept.head, "claim_sha256": state.claim_sha256}

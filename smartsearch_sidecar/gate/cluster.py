@@ -20,13 +20,12 @@ from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.cluster.join import identities
 from smartsearch_sidecar.cluster.membership import RunVerdict
 from smartsearch_sidecar.cluster.node import LocalRun, Node, Rows
-from smartsearch_sidecar.cluster.quota_leaser import totals_of
+from smartsearch_sidecar.cluster.quota_leases import totals_of
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import check, counts, pending, status_report
 from smartsearch_sidecar.ledger.claim import versions
 from smartsearch_sidecar.reward.provenance import AnswerDigests, block_digest, block_of
 from smartsearch_sidecar.run.line import claim_digest
-from smartsearch_sidecar.run.record import SplitQuotas
 from smartsearch_sidecar.search.service import Service
 
 REMEMBERED_AT_ONCE: Final = 1024  # digests read from an old journal between two turns of the loop
@@ -45,8 +44,6 @@ class ClusterRun:
         self.woken = node.leaser.woken
         self.answers_known = node.answers_known
         self.ending, self.leave, self.withdraw = node.ending, node.leave, node.withdraw
-
-    # --- before the run is claimed ----------------------------------------------------------------
 
     @classmethod
     async def reach(cls, config: Config, connect: Connect | None = None) -> ClusterRun:
@@ -70,17 +67,9 @@ class ClusterRun:
                     "[cluster] needs nats-py: install the extra, smartsearch-sidecar[cluster]"
                 ) from None
             connect = connect_nats
-        splits = {}
-        if config.reward.enabled:
-            splits = {
-                "train": SplitQuotas.of(config.reward).to_data(),
-                "validation": SplitQuotas.of(config.reward.validation).to_data(),
-            }
         node = Node(config.cluster, config.run.nodes)
-        try:
-            await node.connect(connect, totals_of(config.execute.max_calls, splits))
-        except errors.ClusterUnreachable as exc:
-            raise _unreachable(exc) from None
+        with _refusing():
+            await node.connect(connect, totals_of(config))
         return cls(config, node)
 
     async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
@@ -90,12 +79,8 @@ class ClusterRun:
         lacks, because this node died before it published them, are published now, each once.
         """
         self._answers = answers
-        try:
+        with _refusing():
             stream = await self.node.follow_answers(answers.add_digest)
-        except (errors.ClusterUnreachable, TimeoutError) as exc:
-            raise _unreachable(exc) from None
-        except errors.ClusterUnreadable as exc:
-            raise errors.CLUSTER_REFUSED(exc.message) from None
         while texts := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
             for text in texts:
                 block = block_of(text)
@@ -110,16 +95,10 @@ class ClusterRun:
         Raises ``ClusterRefused``, with nothing of the run written.
         """
         totals = self.node.leaser.totals
-        ours = identities(self._config, _shared(facts), versions(), totals)
+        ours = identities(self._config, facts, versions(), totals)
         run_id = orjson.loads(claim)["run_id"]
-        try:
+        with _refusing():
             await self.node.join(ours, run_id, claim_digest(claim), fresh=fresh)
-        except errors.ClusterUnreachable as exc:
-            raise _unreachable(exc) from None
-        except errors.ClusterUnreadable as exc:
-            raise errors.CLUSTER_REFUSED(exc.message) from None
-
-    # --- while it is served -----------------------------------------------------------------------
 
     async def begin(self, service: Service) -> None:
         """Publishes this node's state and follows the others' from now on.
@@ -146,8 +125,7 @@ class ClusterRun:
             return None
 
         def on_answer(text: str) -> None:
-            digest = block_digest(block_of(text))
-            known = len(answers)
+            digest, known = block_digest(block_of(text)), len(answers)
             answers.add_digest(digest)
             # A digest that was known is in the stream, or in this node's backlog for it.
             if len(answers) > known:
@@ -163,9 +141,8 @@ class ClusterRun:
     def status(self, service: Service) -> dict[str, Any]:
         """The body of ``/status``: the same by the states received so far, without asking."""
         verdict, rows = self.node.present()
-        report = status_report(service)
         state = "failed" if service.run.state.closed else verdict.status.value
-        return {**report, "state": state, "cluster": self._view(verdict, rows)}
+        return {**status_report(service), "state": state, "cluster": self._view(verdict, rows)}
 
     def used(self) -> dict[str, int]:
         """What all nodes have used of each resource, by the states received so far."""
@@ -185,16 +162,13 @@ class ClusterRun:
             state = "failed"
         else:
             state = verdict.status.value
+        claims = self.node.claims
         heads: dict[str, Any] = {
-            name: {
-                "claim_sha256": self.node.claims.get(name),
-                "seq": row.state.seq,
-                "head": row.state.head,
-            }
+            name: {"claim_sha256": claims.get(name), "seq": row.state.seq, "head": row.state.head}
             for name, row in rows.items()
             if row.state is not None
         }
-        if state == "healthy" and any(head["claim_sha256"] is None for head in heads.values()):
+        if state == "healthy" and not heads.keys() <= claims.keys():
             state = "pending"  # a claim is still on its way here: a receipt could not name it
         return state, self._view(verdict, rows), heads
 
@@ -236,19 +210,16 @@ def _used(rows: Rows) -> dict[str, int]:
     return dict(used)
 
 
-def _shared(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Identities without the paths at which this node has what they name."""
-    found = dict(facts)
-    if "reward" in found:
-        source = dict(found["reward"]["source"])
-        for place in ("root", "path"):
-            source.pop(place, None)
-        found["reward"] = {**found["reward"], "source": source}
-    return found
-
-
-def _unreachable(exc: Exception) -> errors.ClusterRefused:
-    reason = exc.message if isinstance(exc, errors.SidecarError) else "they did not answer in time"
-    return errors.CLUSTER_REFUSED(
-        f"the servers named by cluster.nats_url cannot be used ({reason}): start them first"
-    )
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Before the run is claimed, servers that cannot be used refuse its start."""
+    try:
+        yield
+    except (errors.ClusterUnreachable, TimeoutError) as exc:
+        timed_out = "they did not answer in time"
+        reason = exc.message if isinstance(exc, errors.SidecarError) else timed_out
+        raise errors.CLUSTER_REFUSED(
+            f"the servers named by cluster.nats_url cannot be used ({reason}): start them first"
+        ) from None
+    except errors.ClusterUnreadable as exc:
+        raise errors.CLUSTER_REFUSED(exc.message) from None

@@ -22,51 +22,42 @@ def pending(service: Service) -> bool:
     return not (service.slots.idle and service.run.state.settled and service.run.writer.idle)
 
 
-async def settle(service: Service, seconds: float) -> None:
-    """Waits until nothing is in flight, the latch closes, or ``seconds`` have passed."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
-    while pending(service) and not service.run.state.closed:
-        left = deadline - loop.time()
-        if left <= 0:
-            return
-        # Polled: slots, searches and writer have to be idle at the same moment.
-        await asyncio.sleep(min(_POLL_SECONDS, left))
-
-
 async def check(service: Service, seconds: float) -> str:
-    """The state's name, after settling and checking the provider's identity.
+    """The state's name, after up to ``seconds`` for work in flight and a check of the provider's
+    identity.
 
     While work is in flight the identity is not asked for: each search checks it too, and the
     provider may answer slowly behind them.
     """
-    await settle(service, seconds)
-    if not service.run.state.closed and not pending(service):
+    state, recorder = service.run.state, service.run.recorder
+    now = asyncio.get_running_loop().time
+    end = now() + seconds
+    while pending(service) and not state.closed and now() < end:
+        # Polled: slots, searches and writer have to be idle at the same moment.
+        left = end - now()
+        await asyncio.sleep(min(_POLL_SECONDS, left))
+    if not state.closed and not pending(service):
         try:
             async with asyncio.timeout(IDENTITY_SECONDS):
                 await service.retrieval.guard.check_identity()
         except errors.RetrievalError as exc:
-            service.run.recorder.close_latch(exc.closes_as, detail=exc.message)
+            recorder.close_latch(exc.closes_as, detail=exc.message)
         except TimeoutError:
-            service.run.recorder.close_latch(
-                errors.PROVIDER_FAULT.closes_as,
-                detail=f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s",
-            )
-    if service.run.state.closed:
+            detail = f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s"
+            recorder.close_latch(errors.PROVIDER_FAULT.closes_as, detail=detail)
+    if state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
-            await service.run.recorder.latch_durable()
+            await recorder.latch_durable()
         return "failed"
     return "pending" if pending(service) else "healthy"
 
 
 async def health_report(service: Service, *, settle_seconds: float) -> dict[str, Any]:
     """The body of ``/health``: the state, the counts the reference gives, and the first cause."""
-    state = await check(service, settle_seconds)
-    return {"state": state, **counts(service)}
+    return {"state": await check(service, settle_seconds), **counts(service)}
 
 
 def _rewards(service: Service) -> dict[str, Any]:
-    """The counts of rewards besides their usage; empty where rewards are off."""
     scores = service.run.state.scores
     if not scores.splits:
         return {}
@@ -82,6 +73,7 @@ def _rewards(service: Service) -> dict[str, Any]:
 def counts(service: Service) -> dict[str, Any]:
     """Every count of the run, as JSON values."""
     state = service.run.state
+    accepted, refused = state.checkpoints_accepted, state.checkpoints_refused
     return {
         **state.usage(),
         "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
@@ -92,10 +84,7 @@ def counts(service: Service) -> dict[str, Any]:
         "cache": dict(state.cache),
         "refused": dict(service.run.recorder.refused),
         "restarts": state.restarts,
-        "checkpoints": {
-            "accepted": state.checkpoints_accepted,
-            "refused": state.checkpoints_refused,
-        },
+        "checkpoints": {"accepted": accepted, "refused": refused},
         "ledger": {"seq": service.run.writer.seq, "head": service.run.writer.head},
         "cause": None if state.cause is None else state.cause.to_data(),
     }
@@ -103,16 +92,16 @@ def counts(service: Service) -> dict[str, Any]:
 
 def status_report(service: Service) -> dict[str, Any]:
     """The body of ``/status``: the counts, and what is under way right now."""
-    state = service.run.state
+    state, slots = service.run.state, service.slots
     status = "failed" if state.closed else "pending" if pending(service) else "healthy"
     return {
         "state": status,
         **counts(service),
         "slots": {
-            "total": service.slots.slots,
-            "in_service": service.slots.in_service,
-            "waiting": service.slots.waiting,
-            "most_waiting": service.slots.most_waiting,
+            "total": slots.slots,
+            "in_service": slots.in_service,
+            "waiting": slots.waiting,
+            "most_waiting": slots.most_waiting,
         },
         "searching": len(state.searching),
         "identity": service.retrieval.guard.identity,

@@ -12,7 +12,6 @@ from smartsearch_sidecar.cluster.join import (
     agree,
     capability_digest,
     decode_identities,
-    encode_identities,
     sentence,
 )
 from smartsearch_sidecar.cluster.values import (
@@ -44,7 +43,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 def test_equal_identities_do_not_differ() -> None:
     """Neither the order of keys nor the way over the servers makes a difference."""
-    there = decode_identities(encode_identities(dict(reversed(OURS.items()))))
+    there = decode_identities(canonical(dict(reversed(OURS.items()))))
     assert differences(OURS, there) == ()
     assert sentence("n2", OURS, there) is None
 

@@ -14,7 +14,6 @@ from smartsearch_sidecar.cluster.answer_digests import decode_batch, encode_batc
 from smartsearch_sidecar.cluster.join import (
     decode_identities,
     decode_registration,
-    encode_identities,
     encode_registration,
     sentence,
 )
@@ -38,9 +37,9 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], Any], Callable[[Any], bytes]]]
     ),
     "leases": (LEASES.encode(), Leases.decode, lambda value: bytes(value.encode())),
     "identities": (
-        encode_identities({"a": "b", "c": {"d": 1, "e": None}}),
+        canonical({"a": "b", "c": {"d": 1, "e": None}}),
         decode_identities,
-        encode_identities,
+        canonical,
     ),
     "digests": (encode_batch([b"0" * 16, b"1" * 16]), decode_batch, encode_batch),
 }

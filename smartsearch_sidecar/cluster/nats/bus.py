@@ -4,9 +4,6 @@ The bucket is an ordinary key-value bucket (``nats kv`` shows it) without direct
 value is always the leader's. Every write carries an id of its own, and the servers do not keep the
 same id twice. So a write whose fate is unknown may be tried again.
 
-What may break on the way, and when it is tried again, is in ``dialer.py``; how streams are followed
-in ``follower.py``; what is nats-py's in ``connection.py``.
-
 Apart from ``gate/cluster.py``, which opens it, so that only this folder speaks NATS.
 """
 
@@ -15,32 +12,26 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import Bus, Entry, OnLink, OnMessage, OnQuestion, OnValue
-from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
-from smartsearch_sidecar.cluster.nats.dialer import Dialer
+from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsConnection
 from smartsearch_sidecar.cluster.nats.streams import Follower, Streams, api, decoded
 from smartsearch_sidecar.config import ClusterSection
 
 PATIENCE_SECONDS: Final = 12.0
 """The bound of every call: NATS takes four to nine to elect a new leader where one has died."""
-
 PULSE_SECONDS: Final = 1.0
 PULSES: Final = 5
 """How often a server is looked at: each second, or this often within ``lost_seconds``."""
-
 START_SECONDS: Final = 30.0
 """The bound of ``connect``: the servers of a run may be starting beside it."""
-
 ID_BYTES: Final = 16
 KEY: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-
-# JetStream's numbers for: the key has another revision.
-WRONG_LAST_SEQUENCE: Final = (10071, 10164)
+WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # JetStream's for: the key has another revision
 
 
 async def connect(
@@ -91,7 +82,7 @@ class NatsBus:
     async def begin(self, seconds: float) -> None:
         """Makes bucket and stream, or finds them as other nodes have made them."""
         dialer = self._dialer
-        await dialer.call(lambda c: self._streams.make(c, dialer.servers), seconds)
+        await dialer.call(lambda c: self._streams.make(c, len(dialer.urls)), seconds)
         dialer.begin(self._streams.prove)
 
     async def get(self, key: str) -> Entry | None:
@@ -144,19 +135,13 @@ class NatsBus:
         if self._keys is None:
             self._keys = Follower(self._dialer, keys, self._changed)
             self._go_on(self._keys.run(), vital=True)
-        try:
-            async with asyncio.timeout(self._dialer.patience):
-                await self._keys.reaches(present)
-        except TimeoutError:
-            raise errors.CLUSTER_UNREACHABLE(
-                f"NATS does not deliver the values under {prefix!r}: check its servers"
-            ) from None
+        why = f"NATS does not deliver the values under {prefix!r}: check its servers"
+        await self._patiently(self._keys.reaches(present), why)
         for key, value in self._values.items():
             deliver(key, value)
         self._watches.append(deliver)
 
-    def _changed(self, number: int, key: str, value: bytes) -> None:
-        del number
+    def _changed(self, _: int, key: str, value: bytes) -> None:
         # Kept in the order of the changes, for watches that begin later.
         self._values.pop(key, None)
         self._values[key] = value
@@ -167,9 +152,10 @@ class NatsBus:
         return await self._append(self._streams.answers.subjects, data)
 
     async def read(self, on_message: OnMessage) -> None:
-        follower = Follower(
-            self._dialer, self._streams.answers, lambda number, _, data: on_message(number, data)
-        )
+        def on_stored(number: int, _: str, data: bytes) -> None:
+            on_message(number, data)
+
+        follower = Follower(self._dialer, self._streams.answers, on_stored)
         self._go_on(follower.run(), vital=True)
 
     async def last(self) -> int:
@@ -178,14 +164,14 @@ class NatsBus:
     async def ask(self, question: bytes, *, answers: int, seconds: float) -> Sequence[bytes]:
         found: dict[bytes, bytes] = {}
         asked = False
-        enough = asyncio.Event()
+        woken = asyncio.Event()
 
         async def on_message(message: Message) -> None:
             # Without an id it is the server's notice that no node listens.
             if len(message.data) >= ID_BYTES:
                 found.setdefault(message.data[:ID_BYTES], message.data[ID_BYTES:])
                 if len(found) >= answers:
-                    enough.set()
+                    woken.set()
 
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -193,18 +179,16 @@ class NatsBus:
                 while len(found) < answers:
                     connection = await self._dialer.reach()
                     inbox = connection.new_inbox()
+                    woken.clear()
                     try:
-                        subscription = await connection.subscribe(inbox, on_message)
-                        await connection.publish(self._ask_subject, question, reply=inbox)
+                        async with connection.subscribed(inbox, on_message, woken.set):
+                            await connection.publish(self._ask_subject, question, reply=inbox)
+                            asked = True
+                            await woken.wait()
                     except errors.ClusterUnreachable:
                         connection.end("the NATS server did not take a question")
-                        continue
-                    asked = True
-                    try:
-                        await _either(enough, connection.ended)
-                    finally:
-                        await connection.unsubscribe(subscription)
-                    asked = not connection.ended.is_set()
+                    else:
+                        asked = not connection.ended.is_set()
         if not asked and not found and answers > 0:
             raise errors.CLUSTER_UNREACHABLE("NATS does not take questions to other nodes")
         return list(found.values())[:answers]
@@ -238,11 +222,14 @@ class NatsBus:
                 await connection.ended.wait()
 
         self._go_on(listen())
+        await self._patiently(listening.wait(), "NATS brings no questions of other nodes")
+
+    async def _patiently(self, work: Awaitable[object], why: str) -> None:
         try:
             async with asyncio.timeout(self._dialer.patience):
-                await listening.wait()
+                await work
         except TimeoutError:
-            raise errors.CLUSTER_UNREACHABLE("NATS brings no questions of other nodes") from None
+            raise errors.CLUSTER_UNREACHABLE(why) from None
 
     async def close(self) -> None:
         # First the dialer: what ends after it is not reported as a loss.
@@ -252,11 +239,10 @@ class NatsBus:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _go_on(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> asyncio.Task[None]:
+    def _go_on(self, work: Coroutine[Any, Any, None], *, vital: bool = False) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._done(task, vital))
-        return task
 
     def _done(self, task: asyncio.Task[None], vital: bool) -> None:
         self._tasks.discard(task)
@@ -273,22 +259,11 @@ class NatsBus:
 
     def _subject(self, key: str) -> str:
         if KEY.fullmatch(key) is None:
-            raise errors.INTERNAL_ERROR(
-                f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots"
-            )
+            why = f"{key!r} is not a key: words of A-Z a-z 0-9 _ - between dots"
+            raise errors.INTERNAL_ERROR(why)
         return self._streams.keys.subject(key)
 
     async def _append(self, subject: str, data: bytes) -> int:
         headers = {"Nats-Msg-Id": secrets.token_hex(ID_BYTES)}
         answer = await self._dialer.call(lambda c: api(c, subject, data, headers=headers))
         return int(answer["seq"])
-
-
-async def _either(first: asyncio.Event, second: asyncio.Event) -> None:
-    """Returns when one of two events is set."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in (first, second)]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waiting:
-            each.cancel()

@@ -1,13 +1,19 @@
-"""One connection to one NATS server, from its dialling to its end: replaced, never repaired.
+"""The connection to the NATS servers: one at a time, replaced when it ends, never repaired.
 
 The one file that imports nats-py, and the only one that uses its private names. nats-py's own
 reconnecting is switched off, for three reasons: it sends what was buffered while it was away, so
 that a call that was given up long ago changes a key; it ends for good at some of a server's errors;
-and it may wait for ever for the socket of a server that is frozen. ``dialer.py`` dials another
-connection instead.
+and it may wait for ever for the socket of a server that is frozen. ``Dialer`` dials another
+``NatsConnection`` instead.
 
 Pulses find a server that is frozen or cut off: messages of the connection to itself, one a second
 or more often. After two unanswered pulses the connection has ended.
+
+``Dialer.connected`` is one rule over the reasons why it should be False. Each reason has a grace of
+its own, because the death of one server of three must not show: another server is dialled within a
+pulse, while a new leader among them takes four to nine seconds (NATS's own election, which cannot
+be configured). A call that ran out of its time counts as the longest grace: not connected, until a
+value is written again. A read is no proof: a server without a quorum still answers reads.
 """
 
 from __future__ import annotations
@@ -15,10 +21,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import ssl
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -27,13 +34,16 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.bus import OnLink
 
 DIAL_SECONDS: Final = 2
 PULSES_UNANSWERED: Final = 2
 CLOSE_SECONDS: Final = 1.0
-
-# Pulses of our own take the place of the library's pings.
-NEVER_SECONDS: Final = 86_400
+NEVER_SECONDS: Final = 86_400  # pulses of our own take the place of the library's pings
+REDIAL_SECONDS: Final = 0.25
+"""Between two rounds over all servers; short, as each round is a few packets."""
+PAUSE_SECONDS: Final = (0.05, 0.5)
+"""Between two tries of one call, from the first to the longest."""
 
 # The library's errors are classified here. Its own log would print them to stderr, with addresses
 # that may hold a password.
@@ -72,12 +82,9 @@ class NatsConnection:
         self._unanswered = 0
 
     @classmethod
-    async def dial(
-        cls, url: str, *, name: str, tls: ssl.SSLContext, pulse: float
-    ) -> NatsConnection:
-        """A connection with the server at ``url``; ``pulse`` is in seconds.
-
-        Raises ``ClusterUnreachable`` after ``2 * DIAL_SECONDS`` at the latest.
+    async def dial(cls, url: str, name: str, tls: ssl.SSLContext, pulse: float) -> NatsConnection:
+        """A connection with the server at ``url``, or ``ClusterUnreachable`` after twice
+        ``DIAL_SECONDS``; ``pulse`` is in seconds.
         """
         connection = cls(url)
         try:
@@ -152,45 +159,48 @@ class NatsConnection:
         return self._client.new_inbox()
 
     async def subscribe(self, subject: str, on_message: OnNatsMessage) -> Subscription:
-        """Calls ``on_message`` for each message of a subject, one after another.
-
-        It goes on until ``unsubscribe``, or until the connection ends.
-        """
+        """Calls ``on_message`` for each message of a subject, one after another."""
         self._check()
         try:
             return await self._client.subscribe(subject, cb=on_message)
         except (nats.errors.Error, OSError) as exc:
             raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
 
-    async def unsubscribe(self, subscription: Subscription) -> None:
-        """Ends a subscription; nothing to do where the connection has ended."""
-        if not self.ended.is_set():
-            with suppress(nats.errors.Error, OSError):
-                await subscription.unsubscribe()
+    @asynccontextmanager
+    async def subscribed(
+        self, subject: str, on_message: OnNatsMessage, on_end: Callable[[], None] | None = None
+    ) -> AsyncIterator[None]:
+        """The same for as long as it is entered; ``on_end`` is called where the connection ends."""
+        subscription = await self.subscribe(subject, on_message)
+        if on_end is not None:
+            self.at_end(on_end)
+        try:
+            yield
+        finally:
+            if not self.ended.is_set():
+                if on_end is not None:
+                    self._on_end.remove(on_end)
+                with suppress(nats.errors.Error, OSError):
+                    await subscription.unsubscribe()
 
     async def settle(self) -> None:
         """Returns once the server has taken all that was sent before."""
         # Not the library's flush: its ping can overtake messages that are not sent yet.
         back = asyncio.Event()
 
-        async def on_message(message: Msg) -> None:
-            del message
+        async def on_message(_: Msg) -> None:
             back.set()
 
-        self.at_end(back.set)
         inbox = self.new_inbox()
-        subscription = await self.subscribe(inbox, on_message)
-        try:
+        async with self.subscribed(inbox, on_message, back.set):
             await self.publish(inbox, b"")
-            async with asyncio.timeout(DIAL_SECONDS):
-                await back.wait()
+            try:
+                async with asyncio.timeout(DIAL_SECONDS):
+                    await back.wait()
+            except TimeoutError:
+                why = f"the NATS server at {place(self.url)} does not answer"
+                raise errors.CLUSTER_UNREACHABLE(why) from None
             self._check()
-        except TimeoutError:
-            raise errors.CLUSTER_UNREACHABLE(
-                f"the NATS server at {place(self.url)} does not answer"
-            ) from None
-        finally:
-            await self.unsubscribe(subscription)
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:
         """Sends a message; the server does not confirm it."""
@@ -198,10 +208,8 @@ class NatsConnection:
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 await self._client.publish(subject, data, reply=reply)
-        except nats.errors.MaxPayloadError:
-            raise errors.INTERNAL_ERROR(_too_large(subject, data)) from None
         except (nats.errors.Error, OSError, TimeoutError) as exc:
-            raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
+            raise self._failed(exc, subject, data) from None
 
     async def request(
         self, subject: str, data: bytes, *, seconds: float, headers: dict[str, str] | None = None
@@ -226,10 +234,8 @@ class NatsConnection:
             raise errors.CLUSTER_UNREACHABLE("JetStream has no leader, or is not enabled") from None
         except nats.errors.TimeoutError:
             raise errors.CLUSTER_UNREACHABLE("JetStream does not answer") from None
-        except nats.errors.MaxPayloadError:
-            raise errors.INTERNAL_ERROR(_too_large(subject, data)) from None
         except (nats.errors.Error, OSError) as exc:
-            raise errors.CLUSTER_UNREACHABLE(self._lost(exc)) from None
+            raise self._failed(exc, subject, data) from None
         except ValueError:
             raise errors.CLUSTER_UNREACHABLE("JetStream's answer is not JSON") from None
         if not isinstance(answer, dict):
@@ -239,23 +245,26 @@ class NatsConnection:
     def _asked(self, asking: asyncio.Future[Msg]) -> None:
         self._asking.discard(asking)
         if not asking.cancelled():
-            # Retrieved here too: a caller that was cancelled does not look at it.
-            asking.exception()
+            asking.exception()  # retrieved: a caller that was cancelled does not look at it
 
     def _check(self) -> None:
         if self.ended.is_set():
             raise errors.CLUSTER_UNREACHABLE(self.why)
 
     def _lost(self, exc: Exception) -> str:
-        return (
-            f"the connection to the NATS server at {place(self.url)} broke ({type(exc).__name__})"
-        )
+        at = place(self.url)
+        return f"the connection to the NATS server at {at} broke ({type(exc).__name__})"
+
+    def _failed(self, exc: Exception, subject: str, data: bytes) -> errors.SidecarError:
+        if isinstance(exc, nats.errors.MaxPayloadError):
+            return errors.INTERNAL_ERROR(
+                f"{len(data)} bytes for {subject} are more than a NATS server takes"
+            )
+        return errors.CLUSTER_UNREACHABLE(self._lost(exc))
 
     async def _erred(self, exc: Exception) -> None:
-        """Takes the library's errors; some of them end the connection."""
         if not self._dialled:
-            # One of two tries; ``dial`` raises what came of both.
-            return
+            return  # one of two tries; ``dial`` raises what came of both
         if isinstance(exc, ENDINGS):
             self.end(self._lost(exc))
         elif not isinstance(exc, nats.errors.Error):
@@ -267,8 +276,7 @@ class NatsConnection:
     async def _closed(self) -> None:
         self.end(self.why)
 
-    async def _answered(self, message: Msg) -> None:
-        del message
+    async def _answered(self, _: Msg) -> None:
         self._unanswered = 0
 
     async def _pulses(self, inbox: str, seconds: float) -> None:
@@ -293,5 +301,185 @@ def _not_dialled(url: str, exc: BaseException) -> str:
     return f"no NATS server answers at {place(url)}"
 
 
-def _too_large(subject: str, data: bytes) -> str:
-    return f"{len(data)} bytes for {subject} are more than a NATS server takes"
+T = TypeVar("T")
+Attempt = Callable[[NatsConnection], Awaitable[T]]
+
+
+class Dialer:
+    """Holds the one connection to the servers, and replaces it when it ends.
+
+    ``urls`` are the servers that are known: configured, or announced by one of them. ``patience``
+    is the bound of every call, ``pulse`` the time between two looks at whether a server still
+    answers, both in seconds; a change of servers that takes no longer is not called a loss.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], name: str, on_link: OnLink, *, patience: float, pulse: float
+    ) -> None:
+        # In an order of its own: nodes of one configuration spread over the servers.
+        self.urls = random.sample(urls, len(urls))
+        self._name = name
+        self._on_link = on_link
+        self.connected = False
+        self.patience = patience
+        self.pulse = pulse
+        self._connection: NatsConnection | None = None
+        self._dialled = asyncio.Event()
+        self._why = "no NATS server has been dialled yet"
+        self._refused: errors.ClusterRefused | None = None
+        self._prove: Attempt[None] | None = None
+        self._doubted = asyncio.Event()
+        self._counts_from: dict[Hashable, float] = {}
+        self._closed = False
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def dial(self) -> None:
+        """Starts to dial; returns at once."""
+        # Reads the machine's certificates, which takes longer than a turn of the loop may.
+        tls = await asyncio.to_thread(ssl.create_default_context)
+        self._keeping = asyncio.create_task(self._keep(tls))
+
+    def begin(self, prove: Attempt[None]) -> None:
+        """From now on changes are reported, and ``prove`` is called over every new connection."""
+        self._prove = prove
+        self.connected = True
+        # The run's streams were just made over this connection: that is the first proof.
+        self._counts_from.pop("proof", None)
+
+    async def reach(self) -> NatsConnection:
+        """The connection, as soon as there is one."""
+        while True:
+            if self._closed:
+                raise errors.CLUSTER_UNREACHABLE("the connection to NATS was closed")
+            if self._refused is not None:
+                raise errors.CLUSTER_UNREACHABLE(self._refused.message)
+            if self._connection is not None and not self._connection.ended.is_set():
+                return self._connection
+            self._dialled.clear()
+            await self._dialled.wait()
+
+    async def call(self, attempt: Attempt[T], seconds: float | None = None) -> T:
+        """What ``attempt`` returns, tried again over new connections and leaders within the bound.
+
+        Only for what may be done twice: a read, or a write with an id that the servers remember.
+        Raises ``ClusterUnreachable`` within ``seconds`` (``patience`` by default); whether a write
+        has been kept is then not known.
+        """
+        why = ""
+        pause, longest = PAUSE_SECONDS
+        try:
+            async with asyncio.timeout(self.patience if seconds is None else seconds):
+                while True:
+                    connection = await self.reach()
+                    try:
+                        return await attempt(connection)
+                    except errors.ClusterUnreachable as exc:
+                        why = exc.message
+                    await asyncio.sleep(pause)
+                    pause = min(longest, 1.5 * pause)
+        except TimeoutError:
+            # Whenever this raises, ``connected`` is False: the caller's refusal names the servers.
+            if self._connection is None:
+                self.note("connection", 0)
+            else:
+                self.note("proof", 0)
+                self._doubted.set()
+            raise errors.CLUSTER_UNREACHABLE(
+                f"NATS does not answer: {why or self._why}; check cluster.nats_url, and that a "
+                "majority of its servers runs with JetStream"
+            ) from None
+
+    def note(self, reason: Hashable, grace: float) -> None:
+        """Counts as not connected in ``grace`` seconds, unless cleared before."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + grace
+        if at < self._counts_from.get(reason, float("inf")):
+            self._counts_from[reason] = at
+            loop.call_at(at, self._weigh)
+            self._weigh()
+
+    def clear(self, reason: Hashable) -> None:
+        """The reason does not hold any more."""
+        if self._counts_from.pop(reason, None) is not None:
+            self._weigh()
+
+    async def close(self) -> None:
+        """Ends the connection; no change of ``connected`` is reported any more."""
+        self._closed, self.connected = True, False
+        self._dialled.set()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
+    def _weigh(self) -> None:
+        if self._closed or self._prove is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if self.connected and any(at <= now for at in self._counts_from.values()):
+            self.connected = False
+            self._on_link(False)
+        elif not self.connected and not self._counts_from:
+            self.connected = True
+            self._on_link(True)
+
+    async def _keep(self, tls: ssl.SSLContext) -> None:
+        while True:
+            connection = await self._dial(tls)
+            self._connection = connection
+            self._learn(connection)
+            self._dialled.set()
+            self.clear("connection")
+            proving = asyncio.create_task(self._proving(connection))
+            try:
+                await connection.ended.wait()
+            finally:
+                self._connection = None
+                proving.cancel()
+                await asyncio.gather(proving, return_exceptions=True)
+                self.note("connection", self.pulse)
+                self.note("proof", self.patience)
+                await connection.close()
+            self._why = connection.why
+            # The server that was lost is the last to be tried again.
+            self.urls.remove(connection.url)
+            self.urls.append(connection.url)
+
+    async def _dial(self, tls: ssl.SSLContext) -> NatsConnection:
+        while True:
+            for url in tuple(self.urls):
+                try:
+                    return await NatsConnection.dial(url, self._name, tls, self.pulse)
+                except errors.ClusterUnreachable as exc:
+                    self._why = exc.message
+            await asyncio.sleep(REDIAL_SECONDS)
+
+    def _learn(self, connection: NatsConnection) -> None:
+        """Adds the servers that this one announces, to be tried after the configured ones."""
+        parts = urlsplit(connection.url)
+        if parts.scheme != "nats":
+            return  # a certificate names the host that was configured, not what servers say
+        known = {urlsplit(url).netloc.rpartition("@")[2] for url in self.urls}
+        credentials, at, _ = parts.netloc.rpartition("@")
+        new = [server for server in connection.discovered if server not in known]
+        self.urls += [f"nats://{credentials}{at}{server}" for server in new]
+
+    async def _proving(self, connection: NatsConnection) -> None:
+        """Checks that values can be written over this connection, whenever that is in doubt."""
+        while True:
+            if self._prove is not None and "proof" in self._counts_from:
+                self._doubted.clear()
+                try:
+                    await self.call(self._prove)
+                except errors.ClusterRefused as exc:
+                    self._refused = exc
+                    self.note("proof", 0)
+                    return
+                except errors.ClusterUnreachable:
+                    # This server may be on the wrong side of a split; another may have a quorum.
+                    connection.end("the NATS server has no quorum")
+                    return
+                self.clear("proof")
+            await self._doubted.wait()
+            self._doubted.clear()

@@ -26,8 +26,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.cluster.nats.connection import Message, NatsConnection
-from smartsearch_sidecar.cluster.nats.dialer import Dialer
+from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsConnection
 
 REQUEST_SECONDS: Final = 1.0
 """What one try may take. The servers answer in milliseconds, unless they have no leader."""
@@ -64,9 +63,8 @@ async def api(
     answer = await connection.request(subject, data, seconds=REQUEST_SECONDS, headers=headers)
     error = answer.get("error")
     if error and error.get("err_code") not in expected:
-        raise errors.CLUSTER_UNREACHABLE(
-            f"JetStream answers: {error.get('description', 'an error')}"
-        )
+        said = error.get("description", "an error")
+        raise errors.CLUSTER_UNREACHABLE(f"JetStream answers: {said}")
     return answer
 
 
@@ -228,34 +226,34 @@ class Follower:
             if not arrived.full():
                 arrived.put_nowait(message)
 
-        connection.at_end(lambda: None if arrived.full() else arrived.put_nowait(None))
-        subscription = await connection.subscribe(self._stream.sent_on, on_message)
-        catching: asyncio.Task[None] | None = None
-        try:
+        def on_end() -> None:
+            if not arrived.full():
+                arrived.put_nowait(None)
+
+        async with connection.subscribed(self._stream.sent_on, on_message, on_end):
             await connection.settle()
-            missed = True
-            while not connection.ended.is_set():
-                # At the same time as messages arrive: a leader that cannot be asked now may be
-                # there, and send messages on, a moment later.
-                if catching is not None and catching.done():
-                    catching.result()
-                    catching = None
-                if missed and catching is None:
-                    catching = asyncio.create_task(self._catch_up(connection))
-                    missed = False
-                try:
-                    async with asyncio.timeout(SILENCE_SECONDS):
-                        message = await arrived.get()
-                except TimeoutError:
-                    missed = True
-                    continue
-                if message is not None and not self._deliver(message, next_only=True):
-                    missed = True
-        finally:
-            if catching is not None:
-                catching.cancel()
-                await asyncio.gather(catching, return_exceptions=True)
-            await connection.unsubscribe(subscription)
+            missed, catching = True, None
+            try:
+                while not connection.ended.is_set():
+                    # At the same time as messages arrive: a leader that cannot be asked now may be
+                    # there, and send messages on, a moment later.
+                    if catching is not None and catching.done():
+                        catching.result()
+                        catching = None
+                    if missed and catching is None:
+                        catching = asyncio.create_task(self._catch_up(connection))
+                        missed = False
+                    try:
+                        async with asyncio.timeout(SILENCE_SECONDS):
+                            message = await arrived.get()
+                    except TimeoutError:
+                        missed = True
+                    else:
+                        missed |= message is not None and not self._deliver(message, live=True)
+            finally:
+                if catching is not None:
+                    catching.cancel()
+                    await asyncio.gather(catching, return_exceptions=True)
 
     async def _catch_up(self, connection: NatsConnection) -> None:
         """Delivers all that the stream's leader has by now."""
@@ -274,43 +272,34 @@ class Follower:
     async def _batch(self, connection: NatsConnection) -> None:
         """Delivers some of what follows the last message delivered, or pauses where none came."""
         arrived: asyncio.Queue[Message] = asyncio.Queue()
-        inbox = connection.new_inbox()
-        subscription = await connection.subscribe(inbox, arrived.put)
-        asked = {
-            "seq": self.last + 1,
-            "next_by_subj": self._stream.subjects,
-            "batch": BATCH_MESSAGES,
-            "max_bytes": BATCH_BYTES,
-        }
-        before = self.last
+        inbox, before = connection.new_inbox(), self.last
+        asked = {"seq": before + 1, "next_by_subj": self._stream.subjects}
+        asked |= {"batch": BATCH_MESSAGES, "max_bytes": BATCH_BYTES}
+        subject, data = f"$JS.API.DIRECT.GET.{self._stream.name}", json.dumps(asked).encode()
         try:
-            await connection.publish(
-                f"$JS.API.DIRECT.GET.{self._stream.name}", json.dumps(asked).encode(), reply=inbox
-            )
-            while True:
-                async with asyncio.timeout(REQUEST_SECONDS):
-                    message = await arrived.get()
-                if "Status" in (message.headers or {}):
-                    break
-                self._deliver(message)
+            async with connection.subscribed(inbox, arrived.put):
+                await connection.publish(subject, data, reply=inbox)
+                while True:
+                    async with asyncio.timeout(REQUEST_SECONDS):
+                        message = await arrived.get()
+                    if "Status" in (message.headers or {}):
+                        break
+                    self._deliver(message)
         except TimeoutError:
             raise errors.CLUSTER_UNREACHABLE("JetStream does not answer") from None
-        finally:
-            await connection.unsubscribe(subscription)
         if self.last == before:
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _missing(self) -> None:
         self._dialer.note(self, self._dialer.patience)
 
-    def _deliver(self, message: Message, *, next_only: bool = False) -> bool:
-        """Delivers a message that is later than the last; ``False`` where one before it is missing.
-
-        With ``next_only`` a later message is delivered only without a gap: others are still read.
+    def _deliver(self, message: Message, *, live: bool = False) -> bool:
+        """Delivers a message later than the last; a ``live`` one only where none before it is
+        missing, else it returns ``False``.
         """
         headers = message.headers or {}
         number = int(headers.get("Nats-Sequence", 0))
-        if next_only and number > self.last + 1:
+        if live and number > self.last + 1:
             return False
         if number > self.last:
             self.last = number
