@@ -116,7 +116,7 @@ class QuotaLeaser:
             wake()
 
     def woken(self, wake: Callable[[], None]) -> None:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``ledger.recorder.SharedQuota``."""
         self._wakes.append(wake)
 
     async def give_back(self) -> None:
@@ -164,14 +164,14 @@ class QuotaLeaser:
     # --- asking -----------------------------------------------------------------------------------
 
     async def room_to_search(self, deadline: float) -> None:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``ledger.recorder.SharedQuota``."""
         used = self._state.attempts
         self._ahead(SEARCHES, used)
         if not self._lease.fits(SEARCHES, used):
             await self._room(lambda: {SEARCHES: 1}, deadline)
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``ledger.recorder.SharedQuota``."""
         await self._room(
             lambda: {resource(split, SCORES): count for split, count in wanted().items()}, deadline
         )
@@ -205,7 +205,7 @@ class QuotaLeaser:
             del self._needs[waiter]
 
     def room_to_call(self, split: str) -> bool:
-        """See ``run.shared_quota.Allowance``."""
+        """See ``ledger.recorder.SharedQuota``."""
         meter = self._state.scores.splits[split]
         calls, tokens = resource(split, HELPER_CALLS), resource(split, OUTPUT_TOKENS)
         used = {calls: meter.model_attempts, tokens: meter.committed_output_tokens}

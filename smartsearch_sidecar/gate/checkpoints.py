@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
-from smartsearch_sidecar.ledger.receipts import FORMAT
+from smartsearch_sidecar.ledger.verify import RECEIPT_FORMAT
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service
 
@@ -107,7 +107,7 @@ async def take_checkpoint(
     )
     receipt = await recorder.post_for_receipt(accepted)
     return True, {
-        "format": FORMAT,
+        "format": RECEIPT_FORMAT,
         "accepted": True,
         "number": accepted.number,
         **accepted.to_data(),

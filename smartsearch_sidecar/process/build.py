@@ -18,8 +18,8 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.call_syntax import TOP_N
 from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.ledger.file import RunFiles
-from smartsearch_sidecar.ledger.resume import Reopened
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run
+from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.retrieval.cache import CachedSearch

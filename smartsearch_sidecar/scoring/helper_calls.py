@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.writer import Receipt
 from smartsearch_sidecar.reward.wire import HelperAnswer
 from smartsearch_sidecar.run.record import HelperAnswered, HelperFailed, HelperRequested

@@ -25,11 +25,9 @@ from smartsearch_sidecar.contract.execute import (
     reference_refusal,
     render_execute,
 )
-from smartsearch_sidecar.ledger.recorder import utf8_safe
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run, SharedQuota, utf8_safe
 from smartsearch_sidecar.retrieval.cache import CachedSearch
 from smartsearch_sidecar.retrieval.passages import Found
-from smartsearch_sidecar.run.deadline import run_until_deadline
 from smartsearch_sidecar.run.line import Draft
 from smartsearch_sidecar.run.record import (
     Asked,
@@ -40,8 +38,7 @@ from smartsearch_sidecar.run.record import (
     RetrievalFailed,
     RetrievalRequested,
 )
-from smartsearch_sidecar.run.shared_quota import SharedQuota
-from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.run.slots import Slots, run_until_deadline
 
 
 @dataclass(frozen=True, slots=True)
