@@ -117,9 +117,7 @@ class Disk:
             view = view[os.write(fd, view) :]
 
     def write_synced(self, fd: int, data: bytes) -> None:
-        """Appends all of ``data``; it is on the medium when this returns. Only for a file of which
-        nothing else waits for its sync.
-        """
+        """Appends all of ``data``, durably. Only where the file has no earlier unsynced bytes."""
         self.write(fd, data)
         self.point("write:after")
         self.point("sync:before")
@@ -167,8 +165,6 @@ class OneCallDisk(Disk):
             super().write_synced(fd, bytes(view))
 
 
-__all__ = ["CLAIM", "ENDPOINTS", "JOURNAL", "LATCH", "LOCK", "Disk", "RunFiles", "segment_name"]
-
 # A process that only looks whether a run is served holds the lock for microseconds.
 LOCK_TRIES = 3
 LOCK_WAIT_SECONDS = 0.02
@@ -194,8 +190,8 @@ class RunFiles:
 
     def create(self) -> None:
         """Makes the directory (it must not exist) and takes its lock."""
-        places = (self.directory, *self.directory.parents)
         try:
+            places = (self.directory, *self.directory.parents)
             missing = [place for place in places if not place.exists()]
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=DIRECTORY_MODE)

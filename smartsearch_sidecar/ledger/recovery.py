@@ -292,8 +292,7 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
     reader = RunReader(files.directory)
     claim = reader.read(CLAIM)
     history = History(claim)
-    scan = Scan(reader, history, progress=progress)
-    scan.drain()
+    scan = Scan(reader, history, progress=progress).drain()
     latch = reader.read(LATCH)
     verdict = judge(observe(scan, latch, served=reader.served()))
     if verdict.ending is Ending.CORRUPT:
