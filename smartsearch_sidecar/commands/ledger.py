@@ -25,10 +25,9 @@ from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.ledger.describe import Filter, Shown, Tone, json_line, printable, shown
-from smartsearch_sidecar.ledger.disk import CLAIM
 from smartsearch_sidecar.ledger.export import export_reference
-from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
+from smartsearch_sidecar.ledger.file import CLAIM
+from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan
 from smartsearch_sidecar.ledger.replay import Outcome, Replayed
 from smartsearch_sidecar.ledger.replay import replay as replay_run
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
@@ -210,7 +209,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """List records, one a line; with --json as recorded, one JSON value a line."""
-    wanted = Filter.of(kinds=kind or (), numbers=number or (), since=since, until=until)
+    wanted = Filter(kinds=kind or (), numbers=number or (), since=since, until=until)
     reader = RunReader(run)
     scan = Scan(reader, History(reader.read(CLAIM), documents=True))
     console = Console(highlight=False, soft_wrap=True)
@@ -226,7 +225,7 @@ def show(
     with _no_history():
         if scan.problem is not None:
             raise errors.LEDGER_CORRUPT(f"the history ends here: {scan.problem}")
-    if scan.end is not None and scan.end.tail is Tail.TORN:
+    if scan.torn_bytes:
         typer.echo("smartsearch-sidecar: the last line is incomplete and not shown", err=True)
 
 

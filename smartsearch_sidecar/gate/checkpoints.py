@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
-from smartsearch_sidecar.ledger.receipts import FORMAT
+from smartsearch_sidecar.ledger.verify import RECEIPT_FORMAT
 from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service
@@ -88,5 +88,6 @@ async def take_checkpoint(
         nodes=nodes,
     )
     kept = await recorder.post_for_receipt(accepted)
-    reply = {"format": FORMAT, "accepted": True, "number": accepted.number, **accepted.to_data()}
-    return True, {**reply, "seq": kept.seq, "head": kept.head, "claim_sha256": state.claim_sha256}
+    head = {"format": RECEIPT_FORMAT, "accepted": True, "number": accepted.number}
+    tail = {"seq": kept.seq, "head": kept.head, "claim_sha256": state.claim_sha256}
+    return True, {**head, **accepted.to_data(), **tail}

@@ -23,7 +23,7 @@ from smartsearch_sidecar.cluster.node import LocalRun, Node, Rows
 from smartsearch_sidecar.cluster.quota_leases import totals_of
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import check, counts, pending, status_report
-from smartsearch_sidecar.ledger.claim import versions
+from smartsearch_sidecar.ledger.start import versions
 from smartsearch_sidecar.reward.provenance import AnswerDigests, block_digest, block_of
 from smartsearch_sidecar.run.line import claim_digest
 from smartsearch_sidecar.search.service import Service

@@ -43,9 +43,8 @@ def _escaped(character: str) -> str:
 
 
 def readable_query(asked: Asked) -> str:
-    """The query of a request for a person; the call itself where it cannot be read.
-
-    A query without a UTF-8 form is recorded as empty, so the call says more than an empty query.
+    """The query of a request for a person; the call itself where it cannot be read. A query without
+    a UTF-8 form is recorded as empty, so the call says more than an empty query.
     """
     if isinstance(asked, ClientQuery) or asked.query:
         return asked.query or ""
@@ -58,39 +57,31 @@ def readable_query(asked: Asked) -> str:
 # --- which records --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Filter:
-    """Which records are wanted; an empty collection or ``None`` wants all.
+    """Which records are wanted; an empty collection or ``None`` wants all."""
 
-    ``since`` is inclusive, ``until`` exclusive; both are written as records write their time.
-    """
-
-    kinds: frozenset[str] = frozenset()
-    numbers: frozenset[int] = frozenset()
-    since: str | None = None
-    until: str | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *,
         kinds: Collection[str] = (),
         numbers: Collection[int] = (),
         since: str | None = None,
         until: str | None = None,
-    ) -> Filter:
-        """Reads a person's words. Raises ``UsageError`` that says what is allowed."""
-        wanted = frozenset(kind for word in kinds for kind in _kinds_of(word))
-        return cls(wanted, frozenset(numbers), _moment(since), _moment(until))
+    ) -> None:
+        """Reads a person's words; ``since`` is inclusive, ``until`` exclusive. Raises
+        ``UsageError`` that says what is allowed.
+        """
+        self._kinds = frozenset(kind for word in kinds for kind in _kinds_of(word))
+        self._numbers = frozenset(numbers)
+        self._since, self._until = _moment(since), _moment(until)
 
     def wants(self, line: Line) -> bool:
-        """Whether a record is to be shown."""
         record = line.record
         return (
-            (not self.kinds or record.kind in self.kinds)
-            and (not self.numbers or record.number in self.numbers)
-            and (self.since is None or line.at >= self.since)
-            and (self.until is None or line.at < self.until)
+            (not self._kinds or record.kind in self._kinds)
+            and (not self._numbers or record.number in self._numbers)
+            and (self._since is None or line.at >= self._since)
+            and (self._until is None or line.at < self._until)
         )
 
 

@@ -25,14 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
-from smartsearch_sidecar.ledger.disk import CLAIM, DIRECTORY_MODE, FILE_MODE, LATCH
-from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.recorded_queries import recorded_query, rules_of
+from smartsearch_sidecar.contract.execute import TOP_N
+from smartsearch_sidecar.ledger.file import DIRECTORY_MODE, FILE_MODE
+from smartsearch_sidecar.ledger.reader import Progress
+from smartsearch_sidecar.ledger.recorded_queries import RecordedRun
 from smartsearch_sidecar.ledger.recovery import read_latch
 from smartsearch_sidecar.run.json_values import canonical_digest
 from smartsearch_sidecar.run.line import Line
@@ -67,14 +64,9 @@ def export_reference(directory: Path, out: Path, *, progress: Progress | None = 
     """Writes a run's retrieval files to ``out``, which must not exist and appears whole or not.
 
     Raises ``UsageError`` where ``out`` exists or cannot be written, ``LedgerCorrupt`` where the run
-    is no history; a torn last line is left out.
+    is damaged; a torn last line is left out.
     """
-    reader = RunReader(directory)
-    claim = reader.read(CLAIM)
-    if claim is None:
-        raise errors.LEDGER_CORRUPT(f"{directory} has no claim.json")
-    latch = reader.read(LATCH)
-    scan = Scan(reader, History(claim, documents=True), progress=progress)
+    run = RecordedRun(directory, progress)
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
     try:
         out.mkdir(mode=DIRECTORY_MODE)
@@ -84,7 +76,7 @@ def export_reference(directory: Path, out: Path, *, progress: Progress | None = 
         raise errors.USAGE(f"{out} cannot be made: {exc.strerror}") from None
     try:
         partial.mkdir(mode=DIRECTORY_MODE)
-        exported = _Layout(partial, claim).write(scan, latch)
+        exported = _Layout(partial, run).write()
         partial.rename(out)  # onto the empty directory that holds the name
     except BaseException as exc:
         shutil.rmtree(partial, ignore_errors=True)
@@ -98,12 +90,10 @@ def export_reference(directory: Path, out: Path, *, progress: Progress | None = 
 class _Layout:
     """One export under way."""
 
-    def __init__(self, folder: Path, claim: bytes) -> None:
+    def __init__(self, folder: Path, run: RecordedRun) -> None:
         self._folder = folder
-        self._rules: ExecuteRules = rules_of(claim)
-        value = orjson.loads(claim)
-        self._claim = {key: value.get(key) for key in _CLAIM_KEYS}
-        identity = value.get("retrieval")
+        self._run = run
+        identity = run.claim.get("retrieval")
         if not isinstance(identity, dict):
             raise errors.LEDGER_CORRUPT("claim.json: it names no retrieval identity")
         self._identity: Mapping[str, Any] = identity
@@ -111,16 +101,16 @@ class _Layout:
         self._failed: set[int] = set()
         self._rejection: Mapping[str, Any] | None = None
 
-    def write(self, scan: Scan, latch: bytes | None) -> Exported:
-        self._save("claim.json", self._claim)
+    def write(self) -> Exported:
+        scan, latch = self._run.scan, self._run.latch
+        self._save("claim.json", {key: self._run.claim.get(key) for key in _CLAIM_KEYS})
         for line in scan:
             try:
                 self._line(line)
             except (errors.LedgerCorrupt, AttributeError, LookupError, TypeError) as exc:
                 reason = f"the {line.record.kind} record cannot be exported ({exc!r:.80})"
                 raise errors.LEDGER_CORRUPT(f"{scan.place}: {reason}") from None
-        if scan.problem is not None:
-            raise errors.LEDGER_CORRUPT(str(scan.problem))
+        scan.require_whole()
         if latch is not None and scan.history.latch is None:
             self._rejection = read_latch(latch)
         self._reject()
@@ -131,7 +121,7 @@ class _Layout:
             failed=state.failed,
             rejected=self._rejection is not None,
             declined=state.declined,
-            torn=scan.end is not None and scan.end.tail is Tail.TORN,
+            torn=scan.torn_bytes > 0,
         )
 
     def _line(self, line: Line) -> None:
@@ -144,16 +134,16 @@ class _Layout:
                     "files: only a run whose every search came by /execute can be exported to it"
                 )
             case RetrievalRequested(number, NativeCall() as asked):
-                self._queries[number] = recorded_query(asked, self._rules)
+                self._queries[number] = self._run.query(asked)
                 self._save(f"request-{number:06d}.json", {"env": asked.env, "call": asked.call})
             case RetrievalAnswered(number) as answered:
                 query = self._queries.pop(number)
-                value = response(query, answered.documents(), self._identity)
+                value = _response(query, answered.documents(), self._identity)
                 self._save(f"response-{number:06d}.json", value)
             case RetrievalFailed(number) as failed:
                 self._queries.pop(number)
                 self._failed.add(number)
-                self._save(f"failed-{number:06d}.json", failure(failed))
+                self._save(f"failed-{number:06d}.json", _failure(failed))
 
     def _reject(self) -> None:
         """The first failure, unless it is a failed attempt's, which has its own file."""
@@ -182,8 +172,7 @@ class _Layout:
             stream.write(data)
 
 
-def failure(failed: RetrievalFailed) -> dict[str, Any]:
-    """``failed-%06d.json`` of a search."""
+def _failure(failed: RetrievalFailed) -> dict[str, Any]:
     return {
         "error_type": failed.cause,
         "error": failed.detail,
@@ -192,14 +181,11 @@ def failure(failed: RetrievalFailed) -> dict[str, Any]:
     }
 
 
-def response(
+def _response(
     query: str, documents: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``response-%06d.json`` of one answered search; ``documents`` as recorded, best first."""
-    clean = [
-        {"id": item["id"], "contents": item["contents"], "score": item["score"]}
-        for item in documents
-    ]
+    clean = [{key: item[key] for key in ("id", "contents", "score")} for item in documents]
     return {
         "native_response": {
             "result": "\n\n".join(item["contents"] for item in clean),

@@ -1,7 +1,8 @@
-"""The files of one run, written: lock, create-only files, append, sync. Blocking, small, and alone.
+"""The files of one run, written: lock, create-only files, append, sync. Blocking.
 
 This module and ``reader.py`` are the only ones that open a file of a run. They know names and
-modes, not what a record means.
+modes, not what a record means. ``Disk`` holds the few primitives that a fault can strike, so that a
+test can fail, forget or crash in any of them.
 """
 
 from __future__ import annotations
@@ -10,29 +11,159 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk import (
-    CLAIM,
-    DIRECTORY_MODE,
-    ENDPOINTS,
-    JOURNAL,
-    LATCH,
-    LOCK,
-    Disk,
-    OneCallDisk,
-    check_owned,
-    is_locked,
-    is_ours,
-    named,
-    segment_name,
-    torn_name,
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+
+CLAIM = "claim.json"
+LATCH = "latch.json"
+ENDPOINTS = "endpoints.json"
+LOCK = "lock"
+JOURNAL = "journal"
+
+_SEGMENT = re.compile(r"[0-9]{6,12}\.jsonl", re.ASCII)
+_OURS = re.compile(
+    r"claim\.json|latch\.json|\.?endpoints\.json(?:\.new)?|lock|journal|torn-[0-9-]+\.bin", re.ASCII
 )
 
-__all__ = ["CLAIM", "ENDPOINTS", "JOURNAL", "LATCH", "LOCK", "Disk", "RunFiles", "segment_name"]
+
+def segment_name(index: int) -> str:
+    """``000001.jsonl`` for 1: sorts by name as it was written."""
+    return f"{index:06d}.jsonl"
+
+
+def segment_index(name: str) -> int | None:
+    """The inverse of ``segment_name``; ``None`` for any other name."""
+    if _SEGMENT.fullmatch(name) is None:
+        return None
+    index = int(name.partition(".")[0])
+    return index if segment_name(index) == name else None
+
+
+def torn_name(segment: int, offset: int, nth: int) -> str:
+    """Where a torn tail is kept: by segment and byte; ``nth`` counts the copies of that place."""
+    return f"torn-{segment:06d}-{offset}{f'-{nth}' if nth > 1 else ''}.bin"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name may stand in a run directory."""
+    return _OURS.fullmatch(name) is not None
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another open file holds the lock; a missing file is free. Looks with a shared lock: a
+    process that takes the lock at the same moment waits for it.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextmanager
+def named(directory: Path) -> Iterator[None]:
+    """Turns an ``OSError`` into a ``RunDirectoryError`` that names the directory."""
+    try:
+        yield
+    except OSError as exc:
+        raise errors.RUN_DIRECTORY(
+            f"run directory {directory} cannot be opened: {exc.strerror or exc}"
+        ) from None
+
+
+def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
+    """Raises ``RunDirectoryError`` unless ``path`` is as ``wanted``, no link, and ours alone."""
+    with named(path):
+        found = os.lstat(path)
+    if not wanted(found.st_mode):
+        raise errors.RUN_DIRECTORY(f"{path} is a link, or no part of a run directory")
+    if os.geteuid() not in (0, found.st_uid):
+        raise errors.RUN_DIRECTORY(f"{path} belongs to another user: serve as that user")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise errors.RUN_DIRECTORY(
+            f"{path} can be written by others: its records could not be trusted (chmod go-w)"
+        )
+
+
+class Disk:
+    """The primitives under a run directory."""
+
+    def point(self, name: str) -> None:
+        """Called with a name right before or after an effect, for the crash tests: does nothing."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """``os.open`` with our mode and close-on-exec; never follows a link."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+
+    def write(self, fd: int, data: bytes) -> None:
+        """Writes all of ``data``; a short write is continued, an error is the caller's."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+
+    def write_synced(self, fd: int, data: bytes) -> None:
+        """Appends all of ``data``, durably. Only where the file has no earlier unsynced bytes."""
+        self.write(fd, data)
+        self.point("write:after")
+        self.point("sync:before")
+        self.sync(fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """Data, and the metadata needed to read it, to the medium."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+class OneCallDisk(Disk):
+    """Writes and syncs in one system call, where kernel and filesystem have it.
+
+    A thread that leaves the interpreter once a batch instead of twice hinders the loop half as
+    often. Where the call is refused (before anything is written), two calls do the same.
+    """
+
+    def __init__(self) -> None:
+        self._one_call = hasattr(os, "RWF_DSYNC")
+
+    def write_synced(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        while self._one_call and view:
+            try:
+                # A file that was opened to append ignores the offset.
+                view = view[os.pwritev(fd, (view,), 0, os.RWF_DSYNC) :]
+            except OSError as exc:
+                if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    raise
+                self._one_call = False
+        if view:
+            super().write_synced(fd, bytes(view))
+
 
 # A process that only looks whether a run is served holds the lock for microseconds.
 LOCK_TRIES = 3
@@ -59,15 +190,13 @@ class RunFiles:
 
     def create(self) -> None:
         """Makes the directory (it must not exist) and takes its lock."""
-        places = (self.directory, *self.directory.parents)
         try:
+            places = (self.directory, *self.directory.parents)
             missing = [place for place in places if not place.exists()]
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir(mode=DIRECTORY_MODE)
         except OSError as exc:
-            if os.path.lexists(self.directory):
-                raise self._exists() from None
-            raise self._not_made(exc) from None
+            raise (self._exists() or self._not_made(exc)) from None
         self.disk.point("directory:made")
         try:
             self.lock()
@@ -84,7 +213,9 @@ class RunFiles:
             "place this user may write to (run.directory, --run-dir)"
         )
 
-    def _exists(self) -> errors.UsageError:
+    def _exists(self) -> errors.UsageError | None:
+        if not os.path.lexists(self.directory):
+            return None
         served = False
         with contextlib.suppress(OSError):  # a directory we may not look into is there all the same
             served = is_locked(self.directory / LOCK)
@@ -97,8 +228,8 @@ class RunFiles:
     def resume(self) -> None:
         """Takes the lock of a directory that exists; nothing else in it is changed.
 
-        Raises ``RunDirectoryError`` where it is no run directory, is served, or where somebody else
-        could write into it.
+        Raises ``RunDirectoryError`` where it is not a run directory, is served, or where another
+        user could write into it.
         """
         check_owned(self.directory, stat.S_ISDIR)
         with named(self.directory):
@@ -160,9 +291,8 @@ class RunFiles:
 
     def create_only(self, name: str, data: bytes) -> None:
         """A new file of the run, durable with its name when this returns."""
-        path = self.directory / name
         self.disk.point(f"{name}:before")
-        fd = self.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        fd = self.disk.open(self.directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             self.disk.write(fd, data)
             self.disk.point(f"{name}:written")
@@ -170,13 +300,12 @@ class RunFiles:
                 self.disk.sync(fd)
         finally:
             self.disk.close(fd)
-        self._sync_directory(path.parent)
+        self._sync_directory(self.directory)
         self.disk.point(f"{name}:after")
 
     def replace(self, name: str, data: bytes) -> None:
         """A file that may be rewritten whole (``endpoints.json``): written beside, then renamed."""
-        path = self.directory / name
-        beside = path.with_name(f".{name}.new")
+        beside = self.directory / f".{name}.new"
         self.disk.point(f"{name}:before")
         fd = self.disk.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
@@ -184,18 +313,16 @@ class RunFiles:
         finally:
             self.disk.close(fd)
         self.disk.point(f"{name}:written")
-        beside.rename(path)
+        beside.rename(self.directory / name)
         self.disk.point(f"{name}:after")
 
     def remove(self, name: str) -> None:
-        """Removes a file that may be absent."""
         (self.directory / name).unlink(missing_ok=True)
         self.disk.point(f"{name}:removed")
 
     def set_aside(self, segment: int, offset: int, data: bytes) -> Path:
-        """Keeps a torn tail in a file of its own, durable when this returns.
-
-        A copy that an earlier try left whole is used again; one that it left in part stays.
+        """Keeps a torn tail in a file of its own, durable when this returns. A copy that an earlier
+        try left whole is used again; one that it left in part stays.
         """
         for nth in range(1, 1000):
             name = torn_name(segment, offset, nth)

@@ -1,20 +1,31 @@
-"""The files of a run, read: the only door beside ``file.py``, and it changes nothing.
+"""A run read: its files, and the history that its journal tells. Nothing here changes a file.
 
-``RunReader`` knows names and bytes; ``Scan`` feeds a whole journal to a ``History`` and stops at
-the first thing that is no history. What is read is what was there when the reading began: a live
-run may go on writing behind it.
+``RunReader`` is the only way to a run's files beside ``file.py``: names and bytes. ``History`` has
+the rules of reading, without I/O: all code that reads a whole journal goes through it, so what one
+caller refuses the others refuse too. ``Scan`` feeds a whole journal to a ``History`` and stops at
+its end or its first problem. It reads what was there when the reading began: a live run may go on
+writing behind it.
+
+A record follows another when its ``seq`` is the next and its ``prev`` the other's ``sum``. The
+first one is ``run.claimed``, and its ``prev`` is the digest of ``claim.json``. A record that the
+fold refuses ends the history too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import os
 import stat
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk import (
+from smartsearch_sidecar.ledger.file import (
     CLAIM,
     ENDPOINTS,
     JOURNAL,
@@ -23,8 +34,118 @@ from smartsearch_sidecar.ledger.disk import (
     segment_index,
     segment_name,
 )
-from smartsearch_sidecar.ledger.history import LINE_BYTES_MAX, End, History, Tail
-from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.run.line import (
+    FORMAT,
+    Line,
+    begins_with_record,
+    claim_digest,
+    decode_line,
+    line_sum,
+    newer_format,
+)
+from smartsearch_sidecar.run.record import LatchClosed, RunClaimed
+from smartsearch_sidecar.run.state import RunState
+
+LINE_BYTES_MAX = 256 * 1024 * 1024
+"""Bytes of one line: five documents of 8 Mi characters, escaped and in UTF-8, still fit."""
+
+
+class Tail(enum.StrEnum):
+    """How the last segment ends."""
+
+    CLEAN = enum.auto()
+    UNTERMINATED = enum.auto()
+    TORN = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What is to be done with the last piece of a journal, in bytes of that piece.
+
+    ``keep`` bytes are a record (or nothing); no answer was given from the rest. ``newline`` says
+    that the record lacks its newline.
+    """
+
+    tail: Tail
+    keep: int
+    newline: bool
+
+
+class History:
+    """Everything a journal says so far. Feed it every line in order."""
+
+    def __init__(self, claim: bytes | None, *, documents: bool = False) -> None:
+        """``claim`` is ``claim.json`` as it lies on disk, ``None`` where it is missing;
+        ``documents`` whether the lines it gives back hold the passages of answers.
+        """
+        self._documents = documents
+        self.claim_sha256 = None if claim is None else claim_digest(claim)
+        self._newer: str | None = None
+        if claim is not None:
+            with contextlib.suppress(orjson.JSONDecodeError):  # cut short: it states no format
+                self._newer = newer_format(CLAIM, orjson.loads(claim), FORMAT)
+        self.state = RunState()
+        self.seq = 0
+        self.head = self.claim_sha256 or ""
+        self.kinds: Counter[str] = Counter()
+        self.first_at: str | None = None
+        self.last: Line | None = None
+        self.latch: Line | None = None
+
+    def read(self, raw: bytes) -> Line:
+        """Takes one line without its newline. Raises ``LedgerCorrupt`` with the reason; the place
+        is the caller's to name.
+        """
+        if self._newer is not None:  # before anything of it is judged by the rules of this version
+            raise errors.LEDGER_CORRUPT(self._newer)
+        line = decode_line(raw, documents=self._documents)
+        seq, _, prev, total, record, _ = line
+        if seq != self.seq + 1:
+            raise errors.LEDGER_CORRUPT(f"record {seq} comes after record {self.seq}")
+        if prev != self.head and seq > 1:
+            raise errors.LEDGER_CORRUPT("the line does not chain to the one before it")
+        if seq == 1:
+            self._first(line)
+        elif type(record) is RunClaimed:
+            raise errors.LEDGER_CORRUPT("the run was claimed twice")
+        self.state.fold(record)
+        self.seq, self.head, self.last = seq, total, line
+        self.kinds[record.kind.value] += 1
+        if type(record) is LatchClosed:
+            self.latch = line
+        return line
+
+    def end(self, piece: bytes, *, terminated: bool) -> End:
+        """Takes the last piece of the last segment, which alone may be torn.
+
+        ``piece`` comes without its newline; ``terminated`` says whether it had one. An empty,
+        unterminated piece is what follows the newline of a sound line.
+        """
+        if terminated and line_sum(piece) is not None:
+            self.read(piece)
+            return End(Tail.CLEAN, len(piece), newline=False)
+        if not terminated and not piece:
+            return End(Tail.CLEAN, 0, newline=False)
+        body = piece if terminated else piece.rstrip(b"\0")
+        if not terminated and line_sum(body) is not None:
+            self.read(body)
+            tail = Tail.UNTERMINATED if len(body) == len(piece) else Tail.TORN
+            return End(tail, len(body), newline=True)
+        if begins_with_record(body):
+            raise errors.LEDGER_CORRUPT("a whole record is followed by bytes that are no newline")
+        return End(Tail.TORN, 0, newline=False)
+
+    def _first(self, line: Line) -> None:
+        if self.claim_sha256 is None:
+            raise errors.LEDGER_CORRUPT("claim.json is missing, and the first record chains to it")
+        if line.prev != self.claim_sha256:
+            raise errors.LEDGER_CORRUPT("claim.json is not the one the first record chains to")
+        if not isinstance(line.record, RunClaimed):
+            raise errors.LEDGER_CORRUPT(f"the first record is {line.record.kind}, not run.claimed")
+        if line.record.claim_sha256 != self.claim_sha256:
+            raise errors.LEDGER_CORRUPT("the first record names another claim.json")
+        self.first_at = line.at
+
 
 CHUNK_BYTES = 64 * 1024  # a chunk and its lines fit the processor's cache
 FILE_BYTES_MAX = 64 * 1024 * 1024  # of claim.json, latch.json or a receipt: KB in any real run
@@ -41,34 +162,30 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """``000001.jsonl``."""
         return segment_name(self.index)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a line begins: file, line (from 1) and byte (from 0)."""
+    """Where a line begins: file, line (from 1) and byte (from 0); both are 0 for a whole file."""
 
     file: str
-    line: int
-    offset: int
+    line: int = 0
+    offset: int = 0
 
     def __str__(self) -> str:
-        return f"{self.file} line {self.line} (byte {self.offset})"
+        return f"{self.file} line {self.line} (byte {self.offset})" if self.line else self.file
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a run is not the history it should be. ``line`` and ``offset`` are 0 for a whole file."""
+    """Why a run is not the history it should be."""
 
-    file: str
-    line: int
-    offset: int
+    place: Place
     reason: str
 
     def __str__(self) -> str:
-        place = f"{self.file} line {self.line} (byte {self.offset})" if self.line else self.file
-        return f"{place}: {self.reason}"
+        return f"{self.place}: {self.reason}"
 
 
 class RunReader:
@@ -84,7 +201,6 @@ class RunReader:
             )
 
     def live(self) -> bool:
-        """Whether a process serves the run right now."""
         try:
             return is_locked(self.directory / LOCK)
         except OSError as exc:
@@ -153,11 +269,11 @@ class RunReader:
 
 
 class Scan:
-    """One pass over a journal. Iterate it; then ask what it came to.
+    """One pass over a journal. Iterate it; then see ``problem`` and ``end``.
 
     ``history`` holds all that was read before the end or the problem, ``place`` where the line read
-    last begins. ``end`` is set once the whole journal was read; ``tail`` are the bytes of its last
-    piece, from ``place`` on.
+    last begins, or the piece that is not a line. ``end`` is set once the whole journal was read;
+    ``tail`` are the bytes of its last piece, from ``place`` on.
     """
 
     def __init__(
@@ -179,26 +295,37 @@ class Scan:
 
     @property
     def place(self) -> Place:
-        """Where the line that was read last begins, or the one that is no line."""
         return Place(self._file, self._line, self._offset)
 
-    def drain(self) -> None:
-        """Reads everything, for a caller that only asks what it came to."""
-        for _ in self:
-            pass
+    @property
+    def torn_bytes(self) -> int:
+        """Bytes at the journal's end that are not a record: the last line is incomplete."""
+        if self.end is None or self.end.tail is not Tail.TORN:
+            return 0
+        return len(self.tail) - self.end.keep
+
+    def drain(self) -> Scan:
+        """Reads everything, for a caller that needs no line; returns itself."""
+        deque(self, maxlen=0)
+        return self
+
+    def require_whole(self) -> None:
+        """Raises ``LedgerCorrupt`` where the journal was not read to its end."""
+        if self.problem is not None:
+            raise errors.LEDGER_CORRUPT(str(self.problem))
 
     def __iter__(self) -> Iterator[Line]:
         """Every whole record in order."""
         for position, segment in enumerate(self.segments, 1):
             self._file = f"{JOURNAL}/{segment_name(position)}"
             if segment.index != position:
-                self.problem = Problem(self._file, 0, 0, "the segment is missing")
+                self.problem = Problem(Place(self._file), "the segment is missing")
                 return
             self._line, self._offset = 1, 0
             try:
                 yield from self._segment(segment, last=position == len(self.segments))
             except errors.LedgerCorrupt as exc:
-                self.problem = Problem(self._file, self._line, self._offset, exc.message)
+                self.problem = Problem(self.place, exc.message)
                 return
         if self.end is None:
             self.end = End(Tail.CLEAN, 0, newline=False)

@@ -1,43 +1,57 @@
-"""From what was recorded of a request back to the words that were searched.
+"""A run read for its searches: from what was recorded of each back to the words that were searched.
 
-Records name the query since it is recorded beside the call. Where a journal is older, the call is
-parsed again: here, and nowhere else.
+Records of today name the query beside the call. Only an older journal's call is parsed again.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules, parse_call, parse_execute
+from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules, parse_execute
+from smartsearch_sidecar.ledger.file import CLAIM, LATCH
+from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan
 from smartsearch_sidecar.run.record import Asked, ClientQuery
 
 
-def rules_of(claim: bytes) -> ExecuteRules:
-    """The environments a run accepts, from its ``claim.json``. Raises ``LedgerCorrupt``."""
-    try:
-        value = orjson.loads(claim)
-        return ExecuteRules(value["environment"], frozenset(value["accepted_environment_sha256"]))
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        raise errors.LEDGER_CORRUPT(
-            "claim.json: it names no environment to read calls by"
-        ) from None
+class RecordedRun:
+    """A run's claim, ``latch.json`` and journal, its passages included. Blocking.
 
-
-def recorded_query(asked: Asked, rules: ExecuteRules) -> str:
-    """The query of a search as it was searched: stripped, else verbatim.
-
-    Raises ``LedgerCorrupt`` where an old journal's call is none that the run's own contract takes.
+    Raises ``LedgerCorrupt`` where the claim is missing or does not say how to read calls.
     """
-    if asked.query is not None:
-        return asked.query.strip()
-    body = orjson.dumps({"env": asked.env, "call": asked.call})
-    try:
-        return parse_execute(body, rules).query.strip()
-    except errors.InvalidRequest as exc:
-        raise errors.LEDGER_CORRUPT(
-            f"a recorded request is none that this run takes: {exc.message}"
-        ) from None
+
+    def __init__(self, directory: Path, progress: Progress | None) -> None:
+        reader = RunReader(directory)
+        claim = reader.read(CLAIM)
+        if claim is None:
+            raise errors.LEDGER_CORRUPT(f"{directory} has no claim.json")
+        self.latch = reader.read(LATCH)
+        self.scan = Scan(reader, History(claim, documents=True), progress=progress)
+        try:
+            self.claim: dict[str, Any] = orjson.loads(claim)
+            accepted = frozenset(self.claim["accepted_environment_sha256"])
+            self._rules = ExecuteRules(self.claim["environment"], accepted)
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise errors.LEDGER_CORRUPT(
+                "claim.json: it names no environment to read calls by"
+            ) from None
+
+    def query(self, asked: Asked) -> str:
+        """The query of a search as it was searched: stripped, else verbatim. Raises
+        ``LedgerCorrupt`` where the run's own contract refuses an old journal's call.
+        """
+        if asked.query is not None:
+            return asked.query.strip()
+        body = orjson.dumps({"env": asked.env, "call": asked.call})
+        try:
+            return parse_execute(body, self._rules).query.strip()
+        except errors.InvalidRequest as exc:
+            raise errors.LEDGER_CORRUPT(
+                f"the run's own contract refuses a recorded request: {exc.message}"
+            ) from None
 
 
 def recorded_top_n(asked: Asked) -> int:

@@ -1,4 +1,4 @@
-"""Decisions to records: encode, fold and post in one step of the loop; and the latch.
+"""Decisions to records: encode, fold and post in one step of the loop; the latch; and the ``Run``.
 
 The state is read and written on the loop only. A decision is encoded first (so that nothing that
 cannot be recorded is ever folded), folded at once, and handed to the writer before anything else
@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.writer import Receipt, Writer
+from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.line import Draft
 from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
 from smartsearch_sidecar.run.state import RunState
 
 
 def utf8_safe(sentence: str) -> str:
-    """A sentence as it can be recorded: what has no UTF-8 form is spelled out.
-
-    A provider's own words may hold a lone surrogate, and must not keep their cause from the ledger.
+    """A sentence as it can be recorded: what has no UTF-8 form is spelled out. A provider's own
+    words may hold a lone surrogate, and must not keep their cause from the ledger.
     """
     return sentence.encode("utf-8", "backslashreplace").decode()
 
@@ -92,7 +94,7 @@ class Recorder:
             return  # the ledger takes no record any more; the state refuses all the same
 
     def ledger_failed(self, failure: errors.LedgerFailed) -> None:
-        """Called once by the writer: the run refuses at once, whatever the disk can still take."""
+        """Called once by the writer: from now on the run refuses every request."""
         if not self._state.closed:
             cause = Cause("ledger_failed", None, attempt_consumed=False, detail=failure.message)
             self._state.fold(LatchClosed(cause))
@@ -121,3 +123,57 @@ class Recorder:
             await asyncio.shield(receipt)
         if self._writer.failure is not None:
             raise errors.LEDGER_FAILED(self._writer.failure.message)
+
+
+class SharedQuota(Protocol):
+    """What the nodes of one run share: room within what this node has leased.
+
+    A node asks before each number it gives; what it holds was leased, so asking costs a comparison.
+    Each method returns in the very step of the loop in which it found room, so that its caller can
+    number and fold before any other task runs.
+    """
+
+    async def room_to_search(self, deadline: float) -> None:
+        """Waits until one more search may be numbered; ``deadline`` is loop time.
+
+        Raises ``LatchClosed``, ``QuotaExhausted`` where all of the run's is leased, or
+        ``ClusterUnreachable`` where the servers between the nodes do not answer.
+        """
+        ...
+
+    async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
+        """The same for the scores that ``wanted()`` counts per split, all of them or none."""
+        ...
+
+    def room_to_call(self, split: str, wanted: int) -> int:
+        """How many of ``wanted`` helper calls fit; if none does, more is asked for, and ``woken``
+        are called then.
+        Raises as the others do, where waiting cannot help.
+        """
+        ...
+
+    def woken(self, wake: Callable[[], None]) -> None:
+        """``wake`` is called, on the loop, whenever ``room_to_call`` may have another answer."""
+        ...
+
+    async def answers_known(self, deadline: float) -> None:
+        """Returns once every answer that any node had handed over by now is known here. Raises
+        ``ClusterUnreachable`` where that cannot be said.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the services, the gate and the page of one run share.
+
+    ``state`` is read to decide; ``recorder`` folds and records what was decided, through
+    ``writer``; ``quota`` is ``None`` in a run of one node; ``observer``
+    hears of every record that is on the medium.
+    """
+
+    state: RunState
+    recorder: Recorder
+    writer: Writer
+    quota: SharedQuota | None
+    observer: Observer

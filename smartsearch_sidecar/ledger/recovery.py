@@ -15,7 +15,10 @@ The latch is in two places, so that losing one cannot open it: a ``latch.closed`
 journal lacks therefore shows that the journal's end was cut off. One that names no record was left
 by a ledger that could take none, or was itself cut short: the run has failed all the same.
 
-A second table says whether the restart itself closes the latch. Nothing here opens a file.
+A second table says whether the restart itself closes the latch. The tables are without I/O;
+``reopen`` gathers the facts and does what they come to. Every step of it may be the last one of
+this process, so each is durable before the next begins, and begins by looking at what is there:
+copy the torn tail aside, trim, end the last line, write ``latch.json``.
 """
 
 from __future__ import annotations
@@ -23,12 +26,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import orjson
 
-from smartsearch_sidecar.ledger.history import History, Tail
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.file import CLAIM, LATCH, RunFiles
+from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan, Tail
+from smartsearch_sidecar.ledger.writer import latch_file
 from smartsearch_sidecar.run.json_values import differences, flat
+from smartsearch_sidecar.run.record import Cause, LatchClosed, RunResumed
+from smartsearch_sidecar.run.state import RunState
 
 # --- the facts ------------------------------------------------------------------------------------
 
@@ -66,16 +75,8 @@ class Facts:
 # --- the table ------------------------------------------------------------------------------------
 
 
-class Action(enum.StrEnum):
-    """What is to be done with the directory."""
-
-    ACCEPT = enum.auto()
-    TRIM = enum.auto()
-    REFUSE = enum.auto()
-
-
 class Ending(enum.StrEnum):
-    """The three endings."""
+    """The three endings: the directory is accepted, trimmed, or refused."""
 
     CLEAN = enum.auto()
     TORN = enum.auto()
@@ -90,91 +91,60 @@ class Verdict:
     written from the record; ``reason`` is why a directory is refused.
     """
 
-    action: Action
     ending: Ending
     closed: bool
     write_latch: bool
     reason: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Facts that match (``None``: any), and what they come to."""
-
-    action: Action
-    ending: Ending
-    reason: str | None = None
-    body: Body | None = None
-    tail: Tail | None = None
-    latch_file: LatchFile | None = None
-    served: bool | None = None
-
-    def matches(self, facts: Facts) -> bool:
-        return (
-            self.body in (None, facts.body)
-            and self.tail in (None, facts.tail)
-            and self.latch_file in (None, facts.latch_file)
-            and self.served in (None, facts.served)
-        )
-
-
-# Read from the top; the first row that matches decides, and the last one matches everything.
-_ROWS: Final = (
-    _Row(Action.REFUSE, Ending.CORRUPT, "the journal is damaged", body=Body.BROKEN),
-    _Row(
-        Action.REFUSE,
-        Ending.CORRUPT,
-        "latch.json says what no record of the journal says: the journal's end is missing, or one "
-        "of the two was changed",
-        latch_file=LatchFile.DISAGREES,
-    ),
-    _Row(
-        Action.REFUSE,
-        Ending.CORRUPT,
-        "the run was served (endpoints.json), and its journal holds no record",
-        body=Body.EMPTY,
-        served=True,
-    ),
-    _Row(Action.TRIM, Ending.TORN, tail=Tail.TORN),
-    _Row(Action.ACCEPT, Ending.CLEAN),
-)
-
-
 def judge(facts: Facts) -> Verdict:
-    """The one table: what these facts come to."""
-    row = next(row for row in _ROWS if row.matches(facts))
-    refused = row.action is Action.REFUSE
-    return Verdict(
-        action=row.action,
-        ending=row.ending,
-        closed=facts.latch_record or facts.latch_file is not LatchFile.ABSENT,
-        write_latch=not refused and facts.latch_record and facts.latch_file is LatchFile.ABSENT,
-        reason=row.reason,
-    )
+    """The one table: what these facts come to. The first row that matches decides."""
+    ending, reason = Ending.CORRUPT, None
+    match facts:
+        case Facts(body=Body.BROKEN):
+            reason = "the journal is damaged"
+        case Facts(latch_file=LatchFile.DISAGREES):
+            reason = (
+                "latch.json says what no record of the journal says: the journal's end is missing, "
+                "or one of the two was changed"
+            )
+        case Facts(body=Body.EMPTY, served=True):
+            reason = "the run was served (endpoints.json), and its journal holds no record"
+        case Facts(tail=Tail.TORN):
+            ending = Ending.TORN
+        case _:
+            ending = Ending.CLEAN
+    closed = facts.latch_record or facts.latch_file is not LatchFile.ABSENT
+    missing = facts.latch_record and facts.latch_file is LatchFile.ABSENT
+    return Verdict(ending, closed, missing and ending is not Ending.CORRUPT, reason)
 
 
-def observe_latch(raw: bytes | None, history: History) -> LatchFile:
+def _observe_latch(raw: bytes | None, history: History) -> LatchFile:
     """Holds the bytes of ``latch.json`` against the journal."""
     if raw is None:
         return LatchFile.ABSENT
-    value = read_latch(raw)
+    value = _object(raw) or {}
     if "seq" not in value and "sum" not in value:
         return LatchFile.NAMES_NONE
     line = history.latch
     if line is None or (value.get("seq"), value.get("sum")) != (line.seq, line.sum):
         return LatchFile.DISAGREES
-    said = line.data
-    same = all(value.get(key) == said.get(key) for key in ("cause", "number", "attempt_consumed"))
+    compared = ("cause", "number", "attempt_consumed")
+    same = all(value.get(key) == line.data.get(key) for key in compared)
     return LatchFile.AGREES if same else LatchFile.DISAGREES
 
 
 def read_latch(raw: bytes) -> Mapping[str, Any]:
     """``latch.json`` as a mapping; empty where the file was cut short while it was written."""
+    return _object(raw) or {}
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        return {}
-    return value if type(value) is dict else {}
+        return None
+    return value if type(value) is dict else None
 
 
 # --- what the restart itself means ----------------------------------------------------------------
@@ -207,23 +177,19 @@ def restart_cause(
 # What differs from one start to the next without making another run of it.
 _MAY_DIFFER: Final = frozenset(
     {
-        "run_id",
-        "created_at",
-        "versions",
-        "config_sha256",
-        "config.run.directory",
-        "config.server.port",
+        *("run_id", "created_at", "versions", "config_sha256"),
+        *("config.run.directory", "config.server.port"),
     }
 )
 
 
-def compare_claims(old: bytes | Mapping[str, Any], new: bytes | Mapping[str, Any]) -> list[str]:
+def compare_claims(old: bytes, new: bytes) -> list[str]:
     """What keeps a configuration from continuing a run, each ``key: old -> new``; empty if nothing.
 
-    Both are claims as ``claim.json`` holds them. Name, time, versions, directory and port of a run
-    may differ; the configuration's digest is compared where no single key tells the difference.
+    Name, time, versions, directory and port of a run may differ; the configuration's digest is
+    compared where no single key tells the difference.
     """
-    was, now = _claim_values(old), _claim_values(new)
+    was, now = _object(old), _object(new)
     if was is None:
         return ["claim.json: it is not readable as a claim"]
     if now is None:
@@ -248,16 +214,6 @@ def _compared(claim: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     }
 
 
-def _claim_values(claim: bytes | Mapping[str, Any]) -> Mapping[str, Any] | None:
-    if not isinstance(claim, bytes):
-        return claim
-    try:
-        value = orjson.loads(claim)
-    except orjson.JSONDecodeError:
-        return None
-    return value if type(value) is dict else None
-
-
 def _shown(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
         return "absent"
@@ -270,3 +226,146 @@ def numbers(found: Collection[int], limit: int = 20) -> str:
     shown = sorted(found)[:limit]
     rest = len(found) - len(shown)
     return ", ".join(map(str, shown)) + (f" and {rest} more" if rest else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """A run as it was found, its files open for the writer.
+
+    ``seq`` and ``head`` are the last record's, or 0 and the claim's digest before the first record;
+    then ``claim`` may be empty: it was never written, or was cut short and removed. ``clean`` says
+    that ``run.closed`` is the last record; ``unsettled`` are searches without settlement.
+    ``latch_missing`` says that ``latch.json`` had to be written; ``latched`` is the cause that it
+    named while the journal named no cause. ``torn_bytes`` were trimmed, and are in ``set_aside``.
+    """
+
+    state: RunState
+    seq: int
+    head: str
+    claim: bytes
+    ending: Ending
+    torn_bytes: int
+    set_aside: Path | None
+    latch_missing: bool
+    latched: Cause | None
+    clean: bool
+    unsettled: tuple[int, ...]
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was recorded: otherwise the run begins now, with ``run.claimed``."""
+        return self.seq > 0
+
+    def resumed(self) -> RunResumed:
+        return RunResumed(
+            clean=self.clean,
+            ending=self.ending.value,
+            torn_bytes=self.torn_bytes,
+            set_aside=None if self.set_aside is None else self.set_aside.name,
+            unsettled=self.unsettled,
+        )
+
+    def cause(self, on_unclean: OnUnclean) -> Cause | None:
+        """Why the restart closes the latch, ``None`` where it does not, or it is closed already."""
+        if self.state.closed or self.latched is not None:
+            return self.latched
+        settled = self.state.settled
+        cause = restart_cause(
+            begun=self.begun, closed=False, settled=settled, clean=self.clean, on_unclean=on_unclean
+        )
+        if cause is None:
+            return None
+        if cause == UNRESOLVED:
+            what = f"searches {numbers(self.unsettled)}" if self.unsettled else "scores or calls"
+            detail = f"{what} were admitted and not settled when the process ended"
+        else:
+            detail = "the process ended without run.closed: what was asked meanwhile is unknown"
+        return Cause(cause, None, False, detail)
+
+
+def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
+    """Reads a locked run directory (``RunFiles.resume``) and makes it ready for the writer.
+
+    Blocking; constant memory. Raises ``LedgerCorrupt`` where it holds no sound history, with
+    nothing touched, and ``RunDirectoryError`` where it cannot be read.
+    """
+    reader = RunReader(files.directory)
+    claim = reader.read(CLAIM)
+    history = History(claim)
+    scan = Scan(reader, history, progress=progress).drain()
+    latch = reader.read(LATCH)
+    verdict = judge(observe(scan, latch, served=reader.served()))
+    if verdict.ending is Ending.CORRUPT:
+        why = scan.problem if scan.problem is not None else verdict.reason
+        raise errors.LEDGER_CORRUPT(
+            f"{files.directory} cannot be resumed, and was left as it is: {why}; look with `ledger "
+            "verify`, and begin a new run directory"
+        )
+    torn, aside = _mend(files, scan)
+    line = history.latch
+    if verdict.write_latch and line is not None and isinstance(line.record, LatchClosed):
+        cause = line.record.cause
+        files.create_only(LATCH, latch_file(seq=line.seq, at=line.at, total=line.sum, cause=cause))
+    # A claim that a record chains to is whole; before that, its JSON has to show it.
+    if claim is not None and not history.seq and not _object(claim):
+        files.remove(CLAIM)
+        claim = None
+    state = history.state
+    return Reopened(
+        state=state,
+        seq=history.seq,
+        head=history.head,
+        claim=claim or b"",
+        ending=verdict.ending,
+        torn_bytes=torn,
+        set_aside=aside,
+        latch_missing=verdict.write_latch,
+        latched=None if latch is None or state.closed else _unrecorded(latch),
+        clean=state.closed_cleanly,
+        unsettled=tuple(sorted(state.searching)),
+    )
+
+
+def require_same_claim(directory: Path, old: bytes, new: bytes) -> None:
+    """Raises ``RunDirectoryError`` that names what keeps ``new`` from continuing the run."""
+    differing = compare_claims(old, new)
+    if differing:
+        raise errors.RUN_DIRECTORY(
+            f"{directory} was claimed with another configuration ({'; '.join(differing)}): "
+            "resume it with that one, or begin a new run directory"
+        )
+
+
+def observe(scan: Scan, latch: bytes | None, *, served: bool) -> Facts:
+    """The facts of a journal that was read to its end, or to its first problem."""
+    history = scan.history
+    if scan.problem is not None or scan.end is None:
+        body, tail = Body.BROKEN, Tail.CLEAN
+    else:
+        body, tail = Body.SOUND if history.seq else Body.EMPTY, scan.end.tail
+    return Facts(body, tail, _observe_latch(latch, history), history.latch is not None, served)
+
+
+def _mend(files: RunFiles, scan: Scan) -> tuple[int, Path | None]:
+    """Opens the last segment for appending, its torn tail trimmed; bytes trimmed and where kept."""
+    end = scan.end
+    if end is None:
+        raise errors.INTERNAL_ERROR("a journal that was not read to its end was accepted")
+    if not scan.segments:
+        return 0, None
+    segment, place = scan.segments[-1], scan.place
+    keep, aside = segment.size, None
+    if scan.torn_bytes:
+        keep = place.offset + end.keep
+        aside = files.set_aside(segment.index, keep, scan.tail[end.keep :])
+    files.continue_segment(segment.index, segment.size, keep=keep, newline=end.newline)
+    return segment.size - keep, aside
+
+
+def _unrecorded(latch: bytes) -> Cause:
+    """The cause of a ``latch.json`` whose record never reached the journal."""
+    value = read_latch(latch)
+    if "cause" in value:
+        return Cause.from_data(value)
+    detail = "latch.json is there and cut short: the ledger failed while the cause was written"
+    return Cause("ledger_failed", None, False, detail)

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk import CLAIM
-from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.reader import Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.recorded_queries import recorded_query, recorded_top_n, rules_of
-from smartsearch_sidecar.run.line import Line
+from smartsearch_sidecar.ledger.reader import Progress
+from smartsearch_sidecar.ledger.recorded_queries import RecordedRun, recorded_top_n
+from smartsearch_sidecar.retrieval.passages import Found
 from smartsearch_sidecar.run.record import RetrievalAnswered, RetrievalFailed, RetrievalRequested
 
 TIE: Final = 1e-5
@@ -46,15 +45,7 @@ class Outcome(enum.StrEnum):
     FAILED = enum.auto()
 
 
-class HasDocuments(Protocol):
-    """What a search gives: ``retrieval.guard.Found``, for one."""
-
-    def documents(self) -> list[dict[str, Any]]:
-        """``{"id", "contents", "score"}`` in rank order."""
-        ...
-
-
-Search = Callable[[str, float, int], Awaitable[HasDocuments]]
+Search = Callable[[str, float, int], Awaitable[Found]]
 """A query, a deadline (loop clock) and how many passages, to documents: ``Guard.search``."""
 
 
@@ -78,7 +69,6 @@ class Replayed:
 
     @property
     def searches(self) -> int:
-        """Searches that were asked again."""
         return sum(self.counts.values())
 
     @property
@@ -87,7 +77,6 @@ class Replayed:
         return self.searches == self.counts[Outcome.EQUAL] + self.counts[Outcome.NEAR_TIE]
 
     def add(self, number: int, query: str, outcome: Outcome, detail: str) -> None:
-        """Counts one search."""
         self.counts[outcome] += 1
         if outcome is not Outcome.EQUAL and len(self.differences) < FIRST_DIFFERENCES:
             self.differences.append(Difference(number, query, outcome, detail))
@@ -98,16 +87,15 @@ async def replay(
 ) -> Replayed:
     """Asks every answered search of a run again; ``progress`` is told bytes of the journal.
 
-    Raises ``LedgerCorrupt`` where the run is no history. Reading happens in a thread, a bounded
+    Raises ``LedgerCorrupt`` where the run is damaged. Reading happens in a thread, a bounded
     batch at a time, so memory does not grow with the run.
     """
     recorded = await asyncio.to_thread(_Recorded, directory, progress)
     result = Replayed()
     while batch := await asyncio.to_thread(recorded.take, concurrency * 16):
         await _ask(batch, search, concurrency, result)
-    if recorded.scan.problem is not None:
-        raise errors.LEDGER_CORRUPT(str(recorded.scan.problem))
-    result.torn = recorded.scan.end is not None and recorded.scan.end.tail is Tail.TORN
+    recorded.scan.require_whole()
+    result.torn = recorded.scan.torn_bytes > 0
     return result
 
 
@@ -123,39 +111,28 @@ class _Recorded:
     """The answered searches of a journal, as many at a time as are asked for. Blocking."""
 
     def __init__(self, directory: Path, progress: Progress | None) -> None:
-        reader = RunReader(directory)
-        claim = reader.read(CLAIM)
-        if claim is None:
-            raise errors.LEDGER_CORRUPT(f"{directory} has no claim.json")
-        self.scan = Scan(reader, History(claim, documents=True), progress=progress)
-        self._lines = iter(self.scan)
-        self._rules = rules_of(claim)
+        self._run = RecordedRun(directory, progress)
+        self.scan = self._run.scan
         self._open: dict[int, tuple[str, int]] = {}
+        self._searches = self._answered()
 
     def take(self, most: int) -> list[_Asked]:
         """The next ones; empty at the journal's end."""
-        found: list[_Asked] = []
-        for line in self._lines:
-            asked = self._asked(line)
-            if asked is not None:
-                found.append(asked)
-            if len(found) >= most:
-                break
-        return found
+        return list(itertools.islice(self._searches, most))
 
-    def _asked(self, line: Line) -> _Asked | None:
-        match line.record:
-            case RetrievalRequested(number, asked):
-                self._open[number] = (recorded_query(asked, self._rules), recorded_top_n(asked))
-            case RetrievalFailed(number):
-                self._open.pop(number, None)
-            case RetrievalAnswered(number) as answered:
-                try:
-                    documents = answered.documents()
-                except errors.LedgerCorrupt as exc:
-                    raise errors.LEDGER_CORRUPT(f"{self.scan.place}: {exc.message}") from None
-                return _Asked(number, *self._open.pop(number), documents)
-        return None
+    def _answered(self) -> Iterator[_Asked]:
+        for line in self.scan:
+            match line.record:
+                case RetrievalRequested(number, asked):
+                    self._open[number] = (self._run.query(asked), recorded_top_n(asked))
+                case RetrievalFailed(number):
+                    self._open.pop(number, None)
+                case RetrievalAnswered(number) as answered:
+                    try:
+                        documents = answered.documents()
+                    except errors.LedgerCorrupt as exc:
+                        raise errors.LEDGER_CORRUPT(f"{self.scan.place}: {exc.message}") from None
+                    yield _Asked(number, *self._open.pop(number), documents)
 
 
 async def _ask(batch: list[_Asked], search: Search, concurrency: int, result: Replayed) -> None:

@@ -8,25 +8,27 @@ claims and records. Apart from the daemon, its one user: the ledger here, the pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import platform
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import orjson
 import structlog
 
-from smartsearch_sidecar import errors
+from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.ledger.claim import build_claim
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.reader import Progress
-from smartsearch_sidecar.ledger.recorder import Recorder
-from smartsearch_sidecar.ledger.resume import Reopened, reopen, require_same_claim
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Recorder, Run, SharedQuota
+from smartsearch_sidecar.ledger.recovery import Reopened, reopen, require_same_claim
 from smartsearch_sidecar.ledger.verify import describe_previous
 from smartsearch_sidecar.ledger.writer import Writer
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.run.line import claim_digest
+from smartsearch_sidecar.run.line import FORMAT, claim_digest
 from smartsearch_sidecar.run.record import RunClaimed, SplitQuotas
-from smartsearch_sidecar.run.shared_quota import SharedQuota
 from smartsearch_sidecar.run.state import RunState
 
 MIB = 1024 * 1024
@@ -42,7 +44,7 @@ def take_directory(
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
     command; ``progress`` is told bytes of its journal read, and in all. Raises
-    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is none of ours.
+    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
     """
     if not resume or not files.directory.exists():
         files.create()
@@ -97,37 +99,36 @@ async def begin(
     ``LedgerFailed`` where nothing can be recorded, and what ``join`` raises.
     """
     previous = None
-    if config.run.previous is not None and (found is None or not found.claim):
+    fresh = found is None or not found.claim
+    if config.run.previous is not None and fresh:
         previous = await asyncio.to_thread(describe_previous, config.run.previous)
     claim = build_claim(config, claim_facts, previous)
     if found is not None and found.claim:
         require_same_claim(files.directory, found.claim, claim)
         claim = found.claim
-        if join is not None:
-            await join(claim, False)
-    else:
-        if join is not None:
-            await join(claim, True)
+    if join is not None:
+        await join(claim, fresh)
+    if fresh:
         try:
             await asyncio.to_thread(files.create_only, CLAIM, claim)
         except OSError as exc:
             raise _unwritable(files, exc) from None
-    begun = found is not None and found.begun
+    old = found if found is not None and found.begun else None
     heard = observer or Observer()
     recorder: Recorder
     writer = Writer(
         files,
-        seq=found.seq if found is not None else 0,
-        head=found.head if found is not None and begun else claim_digest(claim),
+        seq=0 if old is None else old.seq,
+        head=claim_digest(claim) if old is None else old.head,
         segment_bytes_max=config.ledger.segment_mib * MIB,
         on_failure=lambda failure: recorder.ledger_failed(failure),
         on_batch=heard.batch,
     )
-    state = found.state if found is not None else RunState()
+    state = RunState() if found is None else found.state
     recorder = Recorder(state, writer)
     writer.start()
     try:
-        first = found.resumed() if found is not None and begun else claimed(config, claim)
+        first = claimed(config, claim) if old is None else old.resumed()
         await recorder.post_for_receipt(first)
         if found is not None:
             await _close_if_broken(recorder, found, config)
@@ -146,3 +147,48 @@ async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) 
             cause.cause, number=cause.number, consumed=cause.attempt_consumed, detail=cause.detail
         )
         await recorder.latch_durable()
+
+
+_PACKAGES = ("aiohttp", "orjson", "tantivy", "uvloop")
+
+
+def build_claim(
+    config: Config, facts: Mapping[str, Any], previous: Mapping[str, Any] | None = None
+) -> bytes:
+    """The bytes of ``claim.json``; no capability, no reference answer.
+
+    ``facts`` are the identities of what answers (``retrieval`` and, with rewards, ``reward``);
+    ``previous`` describes the run this one goes on from.
+    """
+    execute = config.execute
+    value = {
+        "format": FORMAT,
+        "run_id": secrets.token_hex(16),
+        "created_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        **facts,
+        "max_retrieval_calls": execute.max_calls,
+        "environment": execute.environment,
+        "accepted_environment_sha256": sorted(execute.accepted_environment_sha256),
+        "arbitrary_code_execution": False,
+        "profile": config.profile,
+        "nodes": config.run.nodes,
+        "config_sha256": config.digest(),
+        "config": config.public(),
+        "versions": versions(),
+    }
+    if previous is not None:
+        value["previous"] = dict(previous)
+    return orjson.dumps(
+        value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
+    )
+
+
+def versions() -> dict[str, str]:
+    """What this process runs on, to explain a difference later."""
+    found = {"smartsearch_sidecar": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found

@@ -5,30 +5,146 @@ counts which records state are the fold's own, ``claim.json`` against the first 
 ``latch.json`` against ``latch.closed``, and a receipt against all of it. The passages of answers
 are covered by the sums; ``documents=True`` reads them as JSON too.
 
+The receipt of a run of many nodes names a record of every node's journal. It is proven whole where
+each of them is found in the directory with that node's claim.
+
 A run that is being served may be verified: its last line may still be under way.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk import CLAIM, LATCH
-from smartsearch_sidecar.ledger.history import History, Tail
-from smartsearch_sidecar.ledger.reader import Problem, Progress, RunReader, Scan
-from smartsearch_sidecar.ledger.receipts import CheckpointReceipt, hold
-from smartsearch_sidecar.ledger.recovery import Action, Ending, Verdict, judge, read_latch
-from smartsearch_sidecar.ledger.resume import observe
-from smartsearch_sidecar.run.line import Line, claim_digest
+from smartsearch_sidecar.ledger.file import CLAIM, LATCH
+from smartsearch_sidecar.ledger.reader import (
+    History,
+    Place,
+    Problem,
+    Progress,
+    RunReader,
+    Scan,
+    Tail,
+)
+from smartsearch_sidecar.ledger.recovery import Ending, Verdict, judge, observe, read_latch
+from smartsearch_sidecar.run.line import Line, claim_digest, newer_format
 from smartsearch_sidecar.run.record import CheckpointAccepted
 from smartsearch_sidecar.run.state import RunState
 
-__all__ = ["CheckpointReceipt", "Verification", "describe_previous", "verify"]
+RECEIPT_FORMAT = 1
+"""Of a receipt, stated in it. It grows when an older version would read a receipt wrongly."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# What the receipt of a checkpoint and its record both say.
+_RECEIPT_KEYS = ("step", "path", "manifest_sha256", "occurrence", "usage", "nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptPlace:
+    """A record of a journal: which claim it is under, its number and its sum."""
+
+    claim_sha256: str
+    seq: int
+    head: str
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any], whose: str) -> ReceiptPlace:
+        """Reads the three keys. Raises ``UsageError``; ``whose`` names the owner for it."""
+        claim, seq, head = (value.get(key) for key in ("claim_sha256", "seq", "head"))
+        for name, digest in (("claim_sha256", claim), ("head", head)):
+            if type(digest) is not str or not _SHA256.fullmatch(digest):
+                raise errors.USAGE(f"{whose} names no {name}: keep the body of /checkpoints")
+        if type(seq) is not int or seq < 1:
+            raise errors.USAGE(f"{whose} names no seq: keep the body of /checkpoints")
+        return cls(str(claim), seq, str(head))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReceipt:
+    """The receipt of ``POST /checkpoints``, as far as it can be held against a journal.
+
+    ``own`` is the place of its record, ``value`` the JSON. ``nodes`` are the places of all nodes at
+    the moment of the checkpoint, by name; empty for a run of one.
+    """
+
+    own: ReceiptPlace
+    value: Mapping[str, Any]
+    nodes: Mapping[str, ReceiptPlace] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> CheckpointReceipt:
+        """Reads a receipt. Raises ``UsageError`` for anything else."""
+        try:
+            value = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            raise errors.USAGE("the receipt is not JSON: keep the body of /checkpoints") from None
+        if type(value) is not dict:
+            raise errors.USAGE("the receipt is not an object: keep the body of /checkpoints")
+        newer = newer_format("the receipt", value, RECEIPT_FORMAT)
+        if newer is not None:
+            raise errors.USAGE(newer)
+        own = ReceiptPlace.parse(value, "the receipt")
+        nodes = value.get("nodes", {})
+        if type(nodes) is not dict or any(type(node) is not dict for node in nodes.values()):
+            raise errors.USAGE("the receipt names no nodes: keep the body of /checkpoints")
+        places = {
+            name: ReceiptPlace.parse(node, f"the receipt, of node {name:.64},")
+            for name, node in nodes.items()
+        }
+        return cls(own, value, places)
+
+    def place(self, claim_sha256: str | None) -> ReceiptPlace:
+        """The record of the history under this claim: the receipt's own, or a node's."""
+        for place in self.nodes.values():
+            if place.claim_sha256 == claim_sha256 != self.own.claim_sha256:
+                return place
+        return self.own
+
+    def missing(self, claims: set[str | None]) -> list[str]:
+        """The nodes whose directory is not among those with these claims."""
+        return sorted(
+            name for name, place in self.nodes.items() if place.claim_sha256 not in claims
+        )
+
+
+def _hold(
+    receipt: CheckpointReceipt, line: Line | None, history: History, *, healthy: bool
+) -> str | None:
+    """Why a receipt is not of this history, or ``None`` where it is. ``line`` is the record at the
+    receipt's place; ``healthy`` whether the run was open and settled there.
+    """
+    place = receipt.place(history.claim_sha256)
+    if place.claim_sha256 != history.claim_sha256:
+        return "the receipt is of another run: it names another claim.json"
+    if line is None:
+        return (
+            f"the receipt names record {place.seq}, and this history ends at {history.seq}: its "
+            "end is missing"
+        )
+    if line.sum != place.head:
+        return f"the receipt is of another history: record {place.seq} has another sum"
+    if place is not receipt.own:
+        return None if healthy else f"at record {place.seq} this node was not healthy"
+    if not isinstance(line.record, CheckpointAccepted):
+        return f"record {place.seq} accepts no checkpoint: it is {line.record.kind}"
+    value, stated = receipt.value, {**line.data, "number": line.record.number}
+    for key in ("number", *_RECEIPT_KEYS):
+        if key in value and value[key] != stated.get(key):
+            return f"the receipt says another {key} than record {place.seq}"
+    return None
+
+
+# Of a verification, what its JSON states as it is.
+_REPORTED = (
+    *("receipt_problem", "live", "torn_bytes", "segments", "bytes"),
+    *("seq", "head", "claim_sha256", "first_at", "last_at"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +180,13 @@ class Verification:
         return self.problem is None and self.receipt_problem is None
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON value of a report."""
         state = self.state
         return {
             "ok": self.ok,
             "problem": None if self.problem is None else str(self.problem),
-            "receipt_problem": self.receipt_problem,
             "notes": list(self.notes),
-            "live": self.live,
             "ending": self.ending.value,
-            "torn_bytes": self.torn_bytes,
-            "segments": self.segments,
-            "bytes": self.bytes,
-            "seq": self.seq,
-            "head": self.head,
-            "claim_sha256": self.claim_sha256,
-            "first_at": self.first_at,
-            "last_at": self.last_at,
+            **{name: getattr(self, name) for name in _REPORTED},
             "records": dict(self.kinds),
             "usage": state.usage(),
             "unsettled": len(state.searching),
@@ -98,7 +204,7 @@ def verify(
     documents: bool = False,
     progress: Progress | None = None,
 ) -> Verification:
-    """Verifies a run directory. Raises ``RunDirectoryError`` where there is none to be read."""
+    """Verifies a run directory. Raises ``RunDirectoryError`` where it cannot be read."""
     reader = RunReader(directory)
     # In this order: a latch.json that is there has its record in what is read after it.
     live = reader.live()
@@ -115,30 +221,22 @@ def verify(
     checkpoint: dict[str, Any] | None = None
     for line in scan:
         if isinstance(line.record, CheckpointAccepted):
-            checkpoint = _checkpoint(line, line.record)
+            record = line.record
+            checkpoint = {"number": record.number, "step": record.step}
+            checkpoint |= {"seq": line.seq, "head": line.sum, "at": line.at}
         if line.seq == asked:
             at_receipt = line
             healthy = history.state.settled and not history.state.closed
     verdict = judge(observe(scan, latch, served=served))
-    problem = scan.problem
-    if problem is None and verdict.action is Action.REFUSE:
-        problem = Problem(LATCH if latch is not None else "journal", 0, 0, verdict.reason or "")
-    torn = len(scan.tail) - scan.end.keep if scan.end and scan.end.tail is Tail.TORN else 0
-    if problem is None and torn and not live:
-        place = scan.place
-        problem = Problem(place.file, place.line, place.offset, _torn_reason(torn))
-    if problem is None and not history.seq and not live:
-        problem = Problem("journal", 0, 0, "it holds no record: the run never began")
+    refused = None if receipt is None else _hold(receipt, at_receipt, history, healthy=healthy)
     return Verification(
         directory=directory,
-        problem=problem,
-        receipt_problem=None
-        if receipt is None
-        else hold(receipt, at_receipt, history, healthy=healthy),
+        problem=_problem(scan, latch, verdict, live=live),
+        receipt_problem=refused,
         notes=() if live else tuple(_notes(scan, latch, verdict, served=served)),
         live=live,
         ending=verdict.ending,
-        torn_bytes=torn,
+        torn_bytes=scan.torn_bytes,
         segments=len(scan.segments),
         bytes=scan.bytes,
         seq=history.seq,
@@ -150,6 +248,22 @@ def verify(
         state=history.state,
         checkpoint=checkpoint,
     )
+
+
+def _problem(scan: Scan, latch: bytes | None, verdict: Verdict, *, live: bool) -> Problem | None:
+    if scan.problem is not None:
+        return scan.problem
+    if verdict.ending is Ending.CORRUPT:
+        return Problem(Place(LATCH if latch is not None else "journal"), verdict.reason or "")
+    if scan.torn_bytes and not live:
+        return Problem(
+            scan.place,
+            f"the last line is torn ({scan.torn_bytes} bytes): the process was killed while it "
+            "wrote, and no answer was given from them; `serve --resume` sets them aside",
+        )
+    if not scan.history.seq and not live:
+        return Problem(Place("journal"), "it holds no record: the run never began")
+    return None
 
 
 def _notes(scan: Scan, latch: bytes | None, verdict: Verdict, *, served: bool) -> Iterator[str]:
@@ -166,29 +280,12 @@ def _notes(scan: Scan, latch: bytes | None, verdict: Verdict, *, served: bool) -
         yield "endpoints.json is still there: the process did not end in order"
 
 
-def _torn_reason(torn: int) -> str:
-    return (
-        f"the last line is torn ({torn} bytes): the process was killed while it wrote, and nothing "
-        "was answered from them; `serve --resume` sets them aside"
-    )
-
-
-def _checkpoint(line: Line, record: CheckpointAccepted) -> dict[str, Any]:
-    return {
-        "number": record.number,
-        "step": record.step,
-        "seq": line.seq,
-        "head": line.sum,
-        "at": line.at,
-    }
-
-
 def describe_previous(directory: Path, *, progress: Progress | None = None) -> dict[str, Any]:
     """What a new run's claim says of the run it follows (``run.previous``), verified, read-only.
 
     Name and claim, the last record's ``seq`` and ``head``, how the run ended, and the last
     checkpoint it accepted. Raises ``RunDirectoryError`` where the old run is still served,
-    ``LedgerCorrupt`` where it is no history; a torn end is one.
+    ``LedgerCorrupt`` where its history is damaged; one with a torn end is taken.
     """
     found = verify(directory, progress=progress)
     if found.live:

@@ -11,26 +11,76 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk_thread import DiskThread
 from smartsearch_sidecar.ledger.file import LATCH, RunFiles
 from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, encode_line
 from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
 
+_Job = tuple["asyncio.Future[None]", Callable[..., None], tuple[Any, ...]]
+
+
+class DiskThread:
+    """The writer's thread: it blocks on the disk so that the loop does not, job after job.
+
+    An executor costs more than a write and its sync: two futures, a lock and a condition a job.
+    Here are one queue in and one call back.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # A daemon thread: a process that ends without `stop` must not hang on it.
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[..., None], *values: Any) -> asyncio.Future[None]:
+        """Has ``work(*values)`` done; the future ends as it ended. Called on the loop."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._jobs.put((done, work, values))
+        return done
+
+    def stop(self) -> None:
+        """Returns once everything given is done; blocking, and safe to call twice."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            done, work, values = job
+            fault: BaseException | None = None
+            try:
+                work(*values)
+            except BaseException as exc:  # noqa: BLE001 - raised where the future is awaited
+                fault = exc
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task awaits it
+                done.get_loop().call_soon_threadsafe(_end, done, fault)
+            del job, done, work, values, fault  # what a batch held is not kept while waiting
+
+
+def _end(done: asyncio.Future[None], fault: BaseException | None) -> None:
+    if done.done():  # the task that awaited it was cancelled
+        return
+    if fault is None:
+        done.set_result(None)
+    else:
+        done.set_exception(fault)
+
+
 # Bounds one write to a few MB, so that no receipt waits for a whole backlog.
 BATCH_RECORDS_MAX = 512
 # A record whose receipt is not awaited (`retrieval.requested`) is written with the next answer's,
-# or after so long: a slow search finds it on the disk, a quick one saves a trip to the thread.
+# or after this time: a quick search saves a trip to the thread.
 UNAWAITED_SECONDS = 0.001
 # A sync costs the same for one record as for many, and a request takes some turns of the loop from
-# its arrival to its record: a batch is written once so many turns brought nothing more (on a loop
-# with nothing else to do, some 10 us), and after so many in all.
+# its arrival to its record. So a batch is written after 4 turns that brought no record (some 10 us
+# on an idle loop), and after 32 turns in all.
 QUIET_TURNS = 4
 GATHERING_TURNS_MAX = 32
 # Admission bounds the queue far below; reaching this is a fault of ours.
@@ -109,8 +159,7 @@ class Writer:
 
     def post(self, item: Draft) -> None:
         """Hands a decision over; it is written in the order of posting, synced with a later one.
-
-        Raises ``LedgerFailed`` after a failure: nothing more will ever be written.
+        Raises ``LedgerFailed`` after a failure: the run is over.
         """
         self._put(item, None)
 
@@ -163,7 +212,6 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        """Nothing queued and nothing being written."""
         return not self._queue and not self._busy
 
     async def close(self) -> None:
@@ -279,12 +327,10 @@ class Writer:
 
     def _leave_latch(self) -> None:
         """One try to leave the cause beside the journal, which is not touched again."""
-        failure = self.failure
-        if failure is None:
-            return
-        cause = Cause("ledger_failed", None, attempt_consumed=False, detail=failure.message)
-        # There already: an earlier cause, and the first one wins. Not to be written: the disk takes
-        # nothing more, and the process still refuses, and exits 4.
+        detail = "" if self.failure is None else self.failure.message
+        cause = Cause("ledger_failed", None, attempt_consumed=False, detail=detail)
+        # The file exists: an earlier cause, and the first one wins. The disk refuses the write: the
+        # process refuses all requests without it, and exits 4.
         with contextlib.suppress(OSError):
             value = {"at": self._clock(), **cause.to_data()}
             self._files.create_only(LATCH, encode_json(value) + b"\n")

@@ -29,8 +29,8 @@ from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
 from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
-from smartsearch_sidecar.ledger.resume import Reopened
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run
+from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process import logs

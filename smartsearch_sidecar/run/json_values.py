@@ -23,13 +23,10 @@ _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
 def has_utf8_form(text: str) -> bool:
-    """Whether ``text`` can be written as UTF-8; text with a lone surrogate cannot.
+    """Whether ``text`` can be written as UTF-8.
 
-    JSON lets such text in as an escape (``\\ud83d``), and no record could hold it.
+    Text with a lone surrogate cannot. JSON lets it in as an escape (``\\ud83d``).
     """
     try:
         text.encode()
@@ -53,9 +50,6 @@ def is_sha256(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
-# --- the canonical form ---------------------------------------------------------------------------
-
-
 def canonical(value: Any) -> bytes:
     """Canonical JSON as the reference writes it: sorted keys, no spaces, UTF-8.
 
@@ -70,16 +64,11 @@ def canonical(value: Any) -> bytes:
 
 
 def canonical_digest(value: Any) -> str:
-    """sha256 (64 hex digits) of the canonical form. Raises as ``canonical`` does."""
     return hashlib.sha256(canonical(value)).hexdigest()
-
-
-# --- comparing ------------------------------------------------------------------------------------
 
 
 def same(one: Any, other: Any) -> bool:
     """Equal as JSON: ``1``, ``1.0`` and ``true`` are three values, a tuple and a list are one.
-
     Python's ``==`` takes ``1 == True``, so a flag that becomes a number would pass unseen.
     """
     kind = type(one)
@@ -126,8 +115,6 @@ def _leaves(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
             yield f"{before}{key}", item
 
 
-# --- frozen values as objects ---------------------------------------------------------------------
-
 _PLAIN: Final = {"int": int, "str": str, "bool": bool}
 
 
@@ -170,13 +157,11 @@ class Data:
         }
 
     def to_json(self) -> bytes:
-        """The JSON text. Raises ``InvariantBroken`` for what JSON cannot hold."""
         return encode_json(self.to_data())
 
     @classmethod
     def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
         """Reads what ``to_data`` wrote: the values of the fields in order, without ``number``.
-
         Raises ``LookupError`` or ``TypeError``.
         """
         return [key.read(data) for key in _keys(cls)]  # type: ignore[arg-type] # the same

@@ -21,7 +21,7 @@ from smartsearch_sidecar.run.record import Record, record_of
 
 FORMAT: Final = 1
 """Of ``claim.json`` and of the journal that chains to it, stated in the claim. It grows when a
-version writes what an older one would read wrongly; a further key is none of that."""
+version writes what an older one would read wrongly; a further key is read rightly."""
 
 _SUM_BYTES = 64
 _SUM_OPEN = b',"sum":"'
@@ -89,9 +89,8 @@ def line_sum(line: bytes) -> str | None:
 
 
 def begins_with_record(tail: bytes) -> bool:
-    """Whether bytes that are no record begin with a whole one: its newline was overwritten.
-
-    No write that was cut short leaves that, so such bytes are no torn tail.
+    """Whether bytes that are no record begin with a whole one: its newline was overwritten. No
+    write that was cut short leaves that, so such bytes are no torn tail.
     """
     return any(line_sum(tail[: match.end()]) is not None for match in _A_SUM.finditer(tail))
 
@@ -142,9 +141,8 @@ def claim_digest(claim: bytes) -> str:
 
 
 def newer_format(name: str, value: Any, known: int) -> str | None:
-    """Why a file of another format is not read, or ``None`` where it is ours to read.
-
-    ``value`` is its JSON; ``known`` the highest format that this version reads.
+    """Why a file of another format is not read, or ``None`` where it is ours to read. ``value`` is
+    its JSON; ``known`` the highest format that this version reads.
     """
     stated = value.get("format", known) if type(value) is dict else known
     if type(stated) is int and stated <= known:

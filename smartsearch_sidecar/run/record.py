@@ -103,7 +103,6 @@ class SplitQuotas(Data):
 
     @classmethod
     def of(cls, section: Any) -> Self:
-        """The quotas of a configuration section with these three names."""
         return cls(section.max_scores, section.max_helper_calls, section.max_output_tokens)
 
 

@@ -1,17 +1,22 @@
 """Slots: at most so many requests in service, a bounded first-come room for requests that wait.
 
 The slots are an ``asyncio.Semaphore``, which serves waiters in order; around it stand a bound on
-the room and one deadline per request. A free slot costs no timer and no suspension.
+the room and one deadline per request. A free slot costs no timer and no suspension; nor does a
+question that is answered before its deadline from memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
+from types import coroutine
+from typing import Any, TypeVar
 
 from smartsearch_sidecar import errors
+
+Value = TypeVar("Value")
 
 
 class Slots:
@@ -30,18 +35,16 @@ class Slots:
         self.refused = 0
         self.taken = 0
         self._waited = waited
-        self._idle: list[asyncio.Future[None]] = []
+        self._idle = asyncio.Event()
 
     async def take(self, deadline: float) -> None:
-        """Takes a slot; ``deadline`` is in seconds of the loop's clock.
-
-        Raises ``Busy`` where the room is full or the deadline passes first. A cancelled waiter
-        leaves no trace.
+        """Takes a slot; ``deadline`` is in seconds of the loop's clock. Raises ``Busy`` where the
+        room is full or the deadline passes first. A cancelled waiter leaves no trace.
         """
         if self._semaphore.locked():
             await self._wait(deadline)
         else:
-            await self._semaphore.acquire()  # free and nobody queued: returns without suspending
+            await self._semaphore.acquire()  # free and no waiter: returns without suspending
         self.in_service += 1
         self.taken += 1
 
@@ -75,7 +78,6 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self, deadline: float) -> AsyncIterator[None]:
-        """``take`` and ``give`` around a block."""
         await self.take(deadline)
         try:
             yield
@@ -84,19 +86,48 @@ class Slots:
 
     @property
     def idle(self) -> bool:
-        """No request in service and none waiting."""
         return not self.in_service and not self.waiting
 
     def _tell_idle(self) -> None:
-        if self._idle and self.idle:
-            for future in self._idle:
-                if not future.done():
-                    future.set_result(None)
-            self._idle.clear()
+        if self.idle:
+            self._idle.set()
 
     async def wait_idle(self) -> None:
         """Returns once no request is in service or waiting; bound it with a timeout."""
         while not self.idle:
-            future = asyncio.get_running_loop().create_future()
-            self._idle.append(future)
-            await future
+            self._idle.clear()
+            await self._idle.wait()
+
+
+async def run_until_deadline(deadline: float, asking: Coroutine[Any, Any, Value]) -> Value:
+    """What ``asking`` returns; ``deadline`` is on the loop's clock.
+
+    It is run as far as it goes at once, and only what then has to wait gets a timer: for a question
+    that is answered from memory the timer costs ten times the answer. Raises ``TimeoutError`` at
+    the deadline, with ``asking`` cancelled.
+    """
+    try:
+        awaited = asking.send(None)
+    except StopIteration as end:
+        answer: Value = end.value
+        return answer
+    async with asyncio.timeout_at(deadline):
+        return await _rest(asking, awaited)
+
+
+@coroutine
+def _rest(asking: Coroutine[Any, Any, Value], awaited: Any) -> Generator[Any, Any, Value]:
+    """The rest of a coroutine that has already said what it waits for."""
+    try:
+        yield awaited
+    except GeneratorExit:
+        asking.close()
+        raise
+    except BaseException as exc:  # noqa: BLE001 - passed on to whom it was meant for
+        try:
+            awaited = asking.throw(exc)
+        except StopIteration as end:
+            answer: Value = end.value
+            return answer
+        return (yield from _rest(asking, awaited))
+    return (yield from asking.__await__())

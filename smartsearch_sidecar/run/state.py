@@ -1,6 +1,6 @@
 """The state of a run: what is admitted, counted and closed. No I/O, no time, no randomness.
 
-Theory. A run is OPEN until its first failure and CLOSED from then on for good; the first cause
+Theory. A run is open until its first failure and closed from then on for good; the first cause
 wins. Every change is a record, and the state is nothing but the fold of the records in order:
 ``fold`` serves the running process, resume, verify and the operator's page alike. A decision is
 made by reading the state (``admit_search``), written down as a record, folded at once, and handed
@@ -29,7 +29,6 @@ back, so a used-up number of calls is exhausted at once.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,9 +98,8 @@ class Meter:
         )
 
     def admit_scores(self, count: int) -> range:
-        """The numbers the next ``count`` scores get, all of them or none. Changes nothing.
-
-        Raises ``QuotaExhausted``.
+        """The numbers the next ``count`` scores get, all of them or none. Changes nothing. Raises
+        ``QuotaExhausted``.
         """
         used = self.score_attempts
         if self.max_scores is not None and used + count > self.max_scores:
@@ -122,23 +120,16 @@ class Meter:
         return not self.unsettled and not self.scoring
 
     def usage(self) -> dict[str, int]:
-        """The seven counters, with the reference's names and in its order."""
         return {name: getattr(self, name) for name in _COUNTERS}
 
     # The fold, a method a record. Raises ``InvariantBroken`` for what cannot have happened.
 
     def on_requested(self, number: int) -> None:
-        """``helper.requested``: call ``number`` is about to be sent."""
-        if number != self.model_attempts + 1:
+        over = self.committed_output_tokens + self.cap > self.max_output_tokens
+        if number != self.model_attempts + 1 or number > self.max_calls or over:
             raise errors.INTERNAL_ERROR(
-                f"helper call {number} was requested after call {self.model_attempts}"
-            )
-        if (
-            self.model_attempts >= self.max_calls
-            or self.committed_output_tokens + self.cap > self.max_output_tokens
-        ):
-            raise errors.INTERNAL_ERROR(
-                f"helper call {number} was requested although no quota was left for it"
+                f"helper call {number} was requested after call {self.model_attempts}, or over the "
+                "quota"
             )
         self.model_attempts = number
         self.unknown_output_token_reservations += self.cap
@@ -168,7 +159,6 @@ class Meter:
             self.unknown_output_token_reservations -= self.cap
 
     def on_score_requested(self, number: int) -> None:
-        """``reward.requested``: score ``number`` begins."""
         used_up = self.max_scores is not None and self.score_attempts >= self.max_scores
         if number != self.score_attempts + 1 or used_up:
             raise errors.INTERNAL_ERROR(
@@ -178,12 +168,10 @@ class Meter:
         self.scoring.add(number)
 
     def on_score_answered(self, number: int) -> None:
-        """``reward.answered``: the score has a reward."""
         self.on_score_failed(number)
         self.score_responses += 1
 
     def on_score_failed(self, number: int) -> None:
-        """``reward.failed``: the score never gets one."""
         _settle(self.scoring, number, "score")
 
 
@@ -191,13 +179,6 @@ def _settle(open_numbers: set[int], number: int, what: str) -> None:
     if number not in open_numbers:
         raise errors.INTERNAL_ERROR(f"{what} {number} was settled without being open")
     open_numbers.remove(number)
-
-
-class Phase(enum.StrEnum):
-    """The latch: OPEN until the first failure, then CLOSED for good."""
-
-    OPEN = "open"
-    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +220,6 @@ class Scores:
         return sum(self.window) / VERDICT_WINDOW
 
     def usage(self) -> dict[str, dict[str, int]]:
-        """The reference's seven counters, per split."""
         return {name: meter.usage() for name, meter in self.splits.items()}
 
     def meter(self, split: str) -> Meter:
@@ -259,7 +239,6 @@ class RunState:
     """
 
     max_calls: int = 0
-    phase: Phase = Phase.OPEN
     cause: Cause | None = None
     attempts: int = 0
     responses: int = 0
@@ -280,8 +259,7 @@ class RunState:
 
     @property
     def closed(self) -> bool:
-        """The latch is closed."""
-        return self.phase is Phase.CLOSED
+        return self.cause is not None
 
     @property
     def settled(self) -> bool:
@@ -289,14 +267,12 @@ class RunState:
         return not self.searching and self.scores.settled
 
     def refuse_closed(self) -> None:
-        """Raises ``kinds.LatchClosed`` once the run has failed."""
         if self.closed:
             raise errors.LATCH_CLOSED("the run has failed and answers nothing more")
 
     def admit_search(self) -> int:
-        """The number the next search gets. Raises ``LatchClosed`` or ``QuotaExhausted``.
-
-        Nothing is counted here: the ``retrieval.requested`` record with this number does that.
+        """The number the next search gets. Raises ``LatchClosed`` or ``QuotaExhausted``. Nothing is
+        counted here: the ``retrieval.requested`` record with this number does that.
         """
         self.refuse_closed()
         if self.attempts >= self.max_calls:
@@ -308,8 +284,8 @@ class RunState:
     def admit_calls(self, split: str, wanted: int) -> range:
         """The numbers that the split's next helper calls get, as ``Meter.admit`` gives them.
 
-        Raises ``LatchClosed`` or ``QuotaExhausted``. A run that has failed spends nothing more,
-        also not for a score that was admitted before.
+        Raises ``LatchClosed`` or ``QuotaExhausted``. A run that has failed spends no tokens, also
+        not for a score that was admitted before.
         """
         self.refuse_closed()
         return self.scores.splits[split].admit(wanted)
@@ -452,7 +428,6 @@ class RunState:
     def _latched(self, record: kinds.LatchClosed) -> None:
         if self.closed:
             raise errors.LEDGER_CORRUPT("the latch was closed twice")
-        self.phase = Phase.CLOSED
         self.cause = record.cause
 
     def _accepted(self, record: kinds.CheckpointAccepted) -> None:

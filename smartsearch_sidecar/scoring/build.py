@@ -21,10 +21,9 @@ import structlog
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import DECLINED_RESULT
-from smartsearch_sidecar.ledger.disk import CLAIM
-from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.reader import RunReader, Scan
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.file import CLAIM
+from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
+from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.helper import HelperClient
 from smartsearch_sidecar.reward.provenance import AnswerDigests
 from smartsearch_sidecar.reward.references import References

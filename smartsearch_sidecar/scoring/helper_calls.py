@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.writer import Receipt
 from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
 from smartsearch_sidecar.run.record import HelperAnswered, HelperFailed, HelperRequested

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config.sections import RewardSection
 from smartsearch_sidecar.contract.reward import RewardItem
+from smartsearch_sidecar.ledger.recorder import SharedQuota
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
 from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.run.record import RewardRequested
-from smartsearch_sidecar.run.shared_quota import SharedQuota
 
 
 @dataclass(slots=True, eq=False)

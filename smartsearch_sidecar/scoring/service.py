@@ -22,7 +22,7 @@ from typing import Any
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config.sections import RewardSection
 from smartsearch_sidecar.contract.reward import RewardItem
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.run.record import RewardAnswered, RewardFailed, RewardReused
 from smartsearch_sidecar.run.slots import Slots

@@ -39,12 +39,10 @@ from smartsearch_sidecar.contract.other_clients import (
     render_found,
     render_scores,
 )
-from smartsearch_sidecar.ledger.recorder import utf8_safe
-from smartsearch_sidecar.ledger.run import Run
+from smartsearch_sidecar.ledger.recorder import Run, utf8_safe
 from smartsearch_sidecar.ledger.writer import Receipt
 from smartsearch_sidecar.retrieval.guard import CachedSearch
 from smartsearch_sidecar.retrieval.passages import Found
-from smartsearch_sidecar.run.deadline import run_until_deadline
 from smartsearch_sidecar.run.line import Draft
 from smartsearch_sidecar.run.record import (
     Asked,
@@ -56,7 +54,7 @@ from smartsearch_sidecar.run.record import (
     RetrievalFailed,
     RetrievalRequested,
 )
-from smartsearch_sidecar.run.slots import Slots
+from smartsearch_sidecar.run.slots import Slots, run_until_deadline
 
 AT_ONCE: Final = 256
 """Searches of one request under way: enough to fill a retriever's calls while others are out, and

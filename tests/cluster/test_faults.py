@@ -22,8 +22,7 @@ from smartsearch_sidecar.cluster.bus import Bus
 from smartsearch_sidecar.cluster.nats.bus import connect
 from smartsearch_sidecar.cluster.quota_leases import Leases
 from smartsearch_sidecar.config import ClusterSection
-from smartsearch_sidecar.ledger.receipts import CheckpointReceipt
-from smartsearch_sidecar.ledger.verify import Verification, verify
+from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification, verify
 from tests.fakes import native_client, rollouts
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.nats_cluster import NatsCluster, Way, nats_cluster

@@ -17,9 +17,8 @@ from typing import Any
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client, Endpoints, read_endpoints
-from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, LATCH
-from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.reader import RunReader, Scan
+from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH
+from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import Verification, verify
 from tests.fakes.process import ROOT, environment

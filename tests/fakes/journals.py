@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, segment_name
-from smartsearch_sidecar.ledger.history import History
+from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, segment_name
+from smartsearch_sidecar.ledger.reader import History
 from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, claim_digest, encode_line
 from smartsearch_sidecar.run.record import Kind, record_of

@@ -6,7 +6,7 @@ import datetime as dt
 import time
 
 from smartsearch_sidecar.commands import main
-from smartsearch_sidecar.ledger import claim, writer
+from smartsearch_sidecar.ledger import start, writer
 
 OFF_SECONDS = -600.0
 
@@ -24,7 +24,7 @@ def turn_back() -> None:
     """Every way this process has to ask for the time of day."""
     right = time.time
     time.time = lambda: right() + OFF_SECONDS
-    for module in (claim, writer):
+    for module in (start, writer):
         module.datetime = Behind  # type: ignore[attr-defined]
 
 

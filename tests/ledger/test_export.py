@@ -296,7 +296,7 @@ def test_call_the_contract_does_not_take_is_damage(tmp_path: Path) -> None:
     """A request that this run could not have admitted is no record of it."""
     event = (Kind.RETRIEVAL_REQUESTED, 1, {"env": "another", "call": "wikipedia_search()"})
     run = write_run(tmp_path / "run", [event])
-    with pytest.raises(errors.LedgerCorrupt, match="none that this run takes"):
+    with pytest.raises(errors.LedgerCorrupt, match="own contract refuses a recorded request"):
         export_reference(run.directory, tmp_path / "out")
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk import (
+from smartsearch_sidecar.ledger.file import (
     CLAIM,
     ENDPOINTS,
     JOURNAL,
     LATCH,
     LOCK,
+    RunFiles,
     is_locked,
     segment_index,
     segment_name,
 )
-from smartsearch_sidecar.ledger.file import RunFiles
 from tests.fakes.disk import CountingDisk, CrashingDisk, ForgetfulDisk, FullDisk, ReadOnlyDisk
 from tests.fakes.journals import contents
 from tests.fakes.raised import raises

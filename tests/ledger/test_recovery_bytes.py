@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.disk import LATCH
-from smartsearch_sidecar.ledger.file import RunFiles
-from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.reader import RunReader, Scan, Segment
-from smartsearch_sidecar.ledger.recovery import Action, Verdict, judge
-from smartsearch_sidecar.ledger.resume import Reopened, observe, reopen
+from smartsearch_sidecar.ledger.file import LATCH, RunFiles
+from smartsearch_sidecar.ledger.reader import History, RunReader, Scan, Segment
+from smartsearch_sidecar.ledger.recovery import Ending, Reopened, Verdict, judge, observe, reopen
 from tests.fakes.journals import Written, answered, latched, requested, write_run
 
 
@@ -58,7 +55,7 @@ def read(run: Written, data: bytes) -> Found:
     scan.drain()
     verdict = judge(observe(scan, None, served=False))
     kept = data
-    if scan.end is not None and verdict.action is Action.TRIM:
+    if scan.end is not None and verdict.ending is Ending.TORN:
         kept = data[: scan.place.offset + scan.end.keep]
     if scan.end is not None and scan.end.newline:
         kept += b"\n"
@@ -90,8 +87,8 @@ def test_every_cut_is_a_prefix_or_torn(run: Written) -> None:
         is_prefix(run, found)
         assert found.history.seq == sum(end <= size + 1 for end in ends)  # a newline may be missing
         at_boundary = size in (0, *ends) or size + 1 in ends
-        wanted = Action.ACCEPT if at_boundary else Action.TRIM
-        assert found.verdict.action is wanted
+        wanted = Ending.CLEAN if at_boundary else Ending.TORN
+        assert found.verdict.ending is wanted
 
 
 def test_every_changed_byte_is_refused_or_torn(run: Written) -> None:
@@ -100,12 +97,12 @@ def test_every_changed_byte_is_refused_or_torn(run: Written) -> None:
     actions = set()
     for offset, data in changed_bytes(run):
         found = read(run, data)
-        actions.add(found.verdict.action)
-        if found.verdict.action is not Action.REFUSE:
+        actions.add(found.verdict.ending)
+        if found.verdict.ending is not Ending.CORRUPT:
             assert offset >= last
             is_prefix(run, found)
     # A newline that became NUL is a whole line before a tail of NULs: kept, and the NUL trimmed.
-    assert actions == {Action.REFUSE, Action.TRIM}
+    assert actions == {Ending.CORRUPT, Ending.TORN}
 
 
 def test_every_cut_before_a_later_segment_is_refused(run: Written) -> None:
@@ -144,11 +141,11 @@ def test_files_follow_the_verdict(run: Written) -> None:
         try:
             found = reopened(run.directory)
         except errors.LedgerCorrupt:
-            assert wanted.verdict.action is Action.REFUSE
+            assert wanted.verdict.ending is Ending.CORRUPT
             assert run.segment.read_bytes() == data
             assert len(list(run.directory.iterdir())) == 3
             continue
-        assert wanted.verdict.action is not Action.REFUSE
+        assert wanted.verdict.ending is not Ending.CORRUPT
         assert (found.head, found.state) == (wanted.history.head, wanted.history.state)
         assert run.segment.read_bytes() == wanted.kept
         for leftover in (*run.directory.glob("torn-*"), run.directory / LATCH):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.recovery import compare_claims
-from smartsearch_sidecar.ledger.resume import require_same_claim
+from smartsearch_sidecar.ledger.recovery import compare_claims, require_same_claim
 from tests.fakes.journals import claim_bytes
 from tests.fakes.raised import raises
 

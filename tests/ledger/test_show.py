@@ -76,7 +76,7 @@ def wants(
 ) -> bool:
     """Whether a filter of these words wants such a record."""
     data = {"latched": False, "code": "c", "cause": "c", "detail": "d"}
-    return Filter.of(**words).wants(line(kind, number, data, at))
+    return Filter(**words).wants(line(kind, number, data, at))
 
 
 def test_filter_by_kind_and_group() -> None:
@@ -85,7 +85,7 @@ def test_filter_by_kind_and_group() -> None:
     assert wants(Kind.RETRIEVAL_FAILED, 1, kinds=["run", "retrieval"])
     assert not wants(Kind.RETRIEVAL_FAILED, 1, kinds=["run"])
     with pytest.raises(errors.UsageError, match=r"no kind of record is called 'retr'"):
-        Filter.of(kinds=["retr"])
+        Filter(kinds=["retr"])
 
 
 def test_filter_by_number() -> None:
@@ -114,7 +114,7 @@ def test_filter_by_time(since: str | None, until: str | None, wanted: bool) -> N
 def test_time_that_is_none_is_refused() -> None:
     """With the form that is taken."""
     with pytest.raises(errors.UsageError, match="'yesterday' is no time"):
-        Filter.of(since="yesterday")
+        Filter(since="yesterday")
 
 
 # --- how ------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
-from smartsearch_sidecar.ledger.disk import JOURNAL, LATCH
-from smartsearch_sidecar.ledger.file import RunFiles
+from smartsearch_sidecar.ledger.file import JOURNAL, LATCH, RunFiles
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import (
     CheckpointReceipt,
@@ -142,8 +141,8 @@ def test_damage_is_named_by_file_line_and_byte(run: Written) -> None:
     second.write_bytes(bytes(data))
     found = checked(run)
     assert found.problem is not None
-    assert (found.problem.file, found.problem.line) == ("journal/000002.jsonl", 2)
-    assert found.problem.offset == len(run.lines[4])
+    assert (found.problem.place.file, found.problem.place.line) == ("journal/000002.jsonl", 2)
+    assert found.problem.place.offset == len(run.lines[4])
     assert "sum" in found.problem.reason
     assert (found.ok, found.seq, found.ending) == (False, 5, Ending.CORRUPT)
 
@@ -237,7 +236,7 @@ def test_latch_file_that_says_otherwise_is_noticed(
     write_latch(failed, 4, **changes)
     found = checked(failed)
     assert found.problem is not None
-    assert (found.problem.file, found.problem.line) == (LATCH, 0)
+    assert (found.problem.place.file, found.problem.place.line) == (LATCH, 0)
 
 
 def test_latch_file_shows_a_journal_that_was_cut(failed: Written) -> None:

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.reader import RunReader, Scan, Segment
-from smartsearch_sidecar.ledger.recovery import Action, Ending, judge
-from smartsearch_sidecar.ledger.resume import observe
+from smartsearch_sidecar.ledger.reader import History, RunReader, Scan, Segment
+from smartsearch_sidecar.ledger.recovery import Ending, judge, observe
 from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, claim_digest, draft, encode_line
 from smartsearch_sidecar.run.record import (
@@ -173,7 +171,7 @@ def test_any_sequence_is_taken_or_refused_alike(
         assert scan.history.head == journal.head
     else:
         assert scan.problem is not None
-        assert (scan.problem.reason, scan.problem.line) == (refusal, len(journal.lines))
+        assert (scan.problem.reason, scan.problem.place.line) == (refusal, len(journal.lines))
 
 
 # --- a run as it is lived -------------------------------------------------------------------------
@@ -258,7 +256,7 @@ class Lived(RuleBasedStateMachine):
         data = whole[: max(len(self.journal.lines[0]), len(whole) - lost)]
         scan = read_back([data + bytes(nuls)])
         verdict = judge(observe(scan, None, served=False))
-        assert verdict.action is not Action.REFUSE
+        assert verdict.ending is not Ending.CORRUPT
         seq = scan.history.seq
         torn = nuls or not (data.endswith(b"\n") or scan.end is None or scan.end.newline)
         assert (verdict.ending is Ending.TORN) == bool(torn)
@@ -335,5 +333,5 @@ def test_any_bytes_are_refused_or_torn(parts: list[bytes], first: bool) -> None:
     scan = read_back(parts)
     verdict = judge(observe(scan, None, served=False))
     assert scan.history.seq <= 1
-    if verdict.action is Action.ACCEPT:
+    if verdict.ending is Ending.CLEAN:
         assert b"".join(parts) in (b"", journal.lines[0])

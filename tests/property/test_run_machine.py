@@ -44,11 +44,9 @@ from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.gate.checkpoints import CheckpointRequest, take_checkpoint
 from smartsearch_sidecar.gate.health import check
 from smartsearch_sidecar.ledger import start
-from smartsearch_sidecar.ledger.disk import CLAIM, JOURNAL, LATCH, Disk
-from smartsearch_sidecar.ledger.file import RunFiles
-from smartsearch_sidecar.ledger.history import History
-from smartsearch_sidecar.ledger.reader import RunReader, Scan
-from smartsearch_sidecar.ledger.resume import reopen
+from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, Disk, RunFiles
+from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
+from smartsearch_sidecar.ledger.recovery import reopen
 from smartsearch_sidecar.ledger.start import begin, take_directory
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.run.line import Line

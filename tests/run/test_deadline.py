@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smartsearch_sidecar.run.deadline import run_until_deadline
+from smartsearch_sidecar.run.slots import run_until_deadline
 
 FAR = 1e9
 

@@ -8,7 +8,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.record import CLASSES, Cause, Kind, record_of
-from smartsearch_sidecar.run.state import Phase, RunState
+from smartsearch_sidecar.run.state import RunState
 from tests.fakes.journals import Event, answered, closed, failed, latched, requested, resumed
 from tests.fakes.raised import raises
 
@@ -52,7 +52,7 @@ ANSWER = answered(1, "one")
 def test_new_run_is_open_and_settled() -> None:
     """Before anything was asked, nothing is counted and the quota is the claim's."""
     state = folded()
-    assert (state.phase, state.settled, state.admit_search()) == (Phase.OPEN, True, 1)
+    assert (state.closed, state.settled, state.admit_search()) == (False, True, 1)
     assert state.usage() == dict.fromkeys(state.usage(), 0)
 
 
