@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -182,9 +183,8 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
     for document in documents:
         name, contents = document.get("id"), document.get("contents")
         if not isinstance(name, str) or not isinstance(contents, str) or name in pairs:
-            raise errors.PROVIDER_FAULT(
-                "a canary was answered with a document without id or contents, or with one twice"
-            )
+            what = "a document without id or contents, or with one twice"
+            raise errors.PROVIDER_FAULT(f"a canary was answered with {what}")
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
 
@@ -192,6 +192,7 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
 # --- asking while a run goes on ------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class CanaryWatch:
     """Asks the canaries every ``seconds`` and holds the verdict.
 
@@ -200,20 +201,13 @@ class CanaryWatch:
     loop after each failing round, so that a latch can close without waiting for the next search.
     """
 
-    def __init__(
-        self,
-        provider: Provider,
-        canaries: Sequence[Canary],
-        seconds: float,
-        on_fault: Callable[[errors.RetrievalError], None],
-    ) -> None:
-        self.fault: errors.RetrievalError | None = None
-        self._provider = provider
-        self._canaries = canaries
-        self._seconds = seconds
-        self._on_fault = on_fault
-        self._unreached = 0
-        self._task: asyncio.Task[None] | None = None
+    provider: Provider
+    canaries: Sequence[Canary]
+    seconds: float
+    on_fault: Callable[[errors.RetrievalError], None]
+    fault: errors.RetrievalError | None = None
+    _unreached: int = 0
+    _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins the rounds, the first after ``seconds``."""
@@ -231,7 +225,7 @@ class CanaryWatch:
     async def round(self) -> None:
         """Asks every canary once and sets ``fault``; raises nothing but cancellation."""
         try:
-            await check(self._provider, self._canaries)
+            await check(self.provider, self.canaries)
         except errors.ProviderTransport as error:
             self._unreached += 1
             if self._unreached >= TRANSPORT_FAULTS_MAX:
@@ -249,11 +243,11 @@ class CanaryWatch:
 
     async def _watch(self) -> None:
         while not errors.IDENTITY_CHANGED.matches(self.fault):
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(self.seconds)
             await self.round()
 
     def _fail(self, fault: errors.RetrievalError) -> None:
         if errors.IDENTITY_CHANGED.matches(self.fault):
             return
         self.fault = fault
-        self._on_fault(fault)
+        self.on_fault(fault)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from smartsearch_sidecar import errors
@@ -86,28 +87,23 @@ class Answer(NamedTuple):
     others: tuple[int, ...] = ()
 
 
+@dataclass(eq=False, kw_only=True)
 class Service:
-    """Everything between the parsed edge and the ledger, for one run."""
+    """Everything between the parsed edge and the ledger, for one run.
 
-    def __init__(
-        self,
-        *,
-        run: Run,
-        slots: Slots,
-        retrieval: CachedSearch,
-        policy: ServicePolicy,
-        on_answer: Callable[[str], None] | None = None,
-    ) -> None:
-        """``on_answer`` is called with the text of every answer before it is handed over, for the
-        provenance of rewards.
-        """
-        self.run = run
-        self.slots = slots
-        self.retrieval = retrieval
-        self.policy = policy
-        self.on_answer = on_answer
-        self._state = run.state
-        self._recorder = run.recorder
+    ``on_answer`` is called with the text of every answer before it is handed over, for the
+    provenance of rewards.
+    """
+
+    run: Run
+    slots: Slots
+    retrieval: CachedSearch
+    policy: ServicePolicy
+    on_answer: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._state = self.run.state
+        self._recorder = self.run.recorder
 
     def undelivered(self, number: int | None, stage: str, others: Sequence[int] = ()) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""

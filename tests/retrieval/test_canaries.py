@@ -267,7 +267,7 @@ async def test_the_timer_asks_again_and_again_until_the_identity_has_changed() -
     """Rounds follow each other without being asked for, and end with the run's identity."""
     provider, watch, _ = await watched({})
     changed = asyncio.Event()
-    watch._on_fault = lambda _: changed.set()
+    watch.on_fault = lambda _: changed.set()
     before = len(provider.asked)
 
     def answer(_: int) -> object:
@@ -299,7 +299,7 @@ async def test_closing_ends_the_rounds_in_the_middle_of_one() -> None:
             await asyncio.Event().wait()
             return []
 
-    watch._provider = Hung({})
+    watch.provider = Hung({})
     await watch.close()
     watch.start()
     await asked.wait()
