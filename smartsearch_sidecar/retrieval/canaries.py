@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -33,8 +33,7 @@ TRANSPORT_FAULTS_MAX: Final = 3
 """Rounds in a row that may fail to reach the retriever: one lost connection proves nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
+class Canary(NamedTuple):
     """A recorded search: ``documents`` are pairs of id and sha256 of the contents' UTF-8 bytes."""
 
     query: str
@@ -92,7 +91,6 @@ def load(path: Path) -> tuple[Canary, ...]:
 
 
 def dump(canaries: Iterable[Canary]) -> bytes:
-    """The bytes of a canary file."""
     lines = []
     for canary in canaries:
         documents = [{"id": name, "contents_sha256": digest} for name, digest in canary.documents]
@@ -143,15 +141,14 @@ async def record(provider: Provider, queries: Sequence[str], *, top_n: int) -> l
     canaries = [
         Canary(query, top_n, _pairs(await provider.search(query, top_n))) for query in distinct
     ]
-    for number, canary in enumerate(canaries, start=1):
-        if not canary.documents:
-            raise errors.USAGE(
-                f"query {number} is answered with no document and defends nothing; choose another"
-            )
     again = await asyncio.gather(
         *(provider.search(query, top_n) for query in distinct), return_exceptions=True
     )
     for number, (canary, answer) in enumerate(zip(canaries, again, strict=True), start=1):
+        if not canary.documents:
+            raise errors.USAGE(
+                f"query {number} is answered with no document and defends nothing; choose another"
+            )
         if isinstance(answer, BaseException):
             raise answer
         if (difference := canary.differing(answer)) is not None:
@@ -186,9 +183,8 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
     for document in documents:
         name, contents = document.get("id"), document.get("contents")
         if not isinstance(name, str) or not isinstance(contents, str) or name in pairs:
-            raise errors.PROVIDER_FAULT(
-                "a canary was answered with a document without id or contents, or with one twice"
-            )
+            what = "a document without id or contents, or with one twice"
+            raise errors.PROVIDER_FAULT(f"a canary was answered with {what}")
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
 
@@ -196,6 +192,7 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
 # --- asking while a run goes on ------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class CanaryWatch:
     """Asks the canaries every ``seconds`` and holds the verdict.
 
@@ -204,22 +201,13 @@ class CanaryWatch:
     loop after each failing round, so that a latch can close without waiting for the next search.
     """
 
-    def __init__(
-        self,
-        provider: Provider,
-        canaries: Sequence[Canary],
-        *,
-        seconds: float,
-        on_fault: Callable[[errors.RetrievalError], None] | None = None,
-    ) -> None:
-        self.fault: errors.RetrievalError | None = None
-        self.rounds = 0
-        self._provider = provider
-        self._canaries = canaries
-        self._seconds = seconds
-        self._on_fault = on_fault
-        self._unreached = 0
-        self._task: asyncio.Task[None] | None = None
+    provider: Provider
+    canaries: Sequence[Canary]
+    seconds: float
+    on_fault: Callable[[errors.RetrievalError], None]
+    fault: errors.RetrievalError | None = None
+    _unreached: int = 0
+    _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins the rounds, the first after ``seconds``."""
@@ -237,36 +225,29 @@ class CanaryWatch:
     async def round(self) -> None:
         """Asks every canary once and sets ``fault``; raises nothing but cancellation."""
         try:
-            await check(self._provider, self._canaries)
+            await check(self.provider, self.canaries)
         except errors.ProviderTransport as error:
             self._unreached += 1
             if self._unreached >= TRANSPORT_FAULTS_MAX:
-                self._fail(
-                    errors.PROVIDER_FAULT(
-                        f"the canaries could not be asked {self._unreached} times in a row: "
-                        f"{error.message}"
-                    )
-                )
+                times = f"{self._unreached} times in a row: {error.message}"
+                self._fail(errors.PROVIDER_FAULT(f"the canaries could not be asked {times}"))
         except errors.RetrievalError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - classified: becomes the watch's fault
-            # Not a failure the provider names, so a broken one: without this the timer would end
-            # in silence and the run would go on undefended.
+            # Without this the timer would end in silence and the run would go on undefended.
             self._fail(errors.PROVIDER_FAULT(f"asking a canary raised {type(error).__name__}"))
         else:
             self._unreached = 0
             if not errors.IDENTITY_CHANGED.matches(self.fault):
                 self.fault = None
-        self.rounds += 1
 
     async def _watch(self) -> None:
         while not errors.IDENTITY_CHANGED.matches(self.fault):
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(self.seconds)
             await self.round()
 
     def _fail(self, fault: errors.RetrievalError) -> None:
         if errors.IDENTITY_CHANGED.matches(self.fault):
             return
         self.fault = fault
-        if self._on_fault is not None:
-            self._on_fault(fault)
+        self.on_fault(fault)

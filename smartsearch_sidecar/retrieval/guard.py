@@ -80,18 +80,17 @@ class Guard:
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider may raise anything: classified here, once
-            raise errors.PROVIDER_FAULT(
-                f"the provider could not say what it serves ({type(exc).__name__})"
-            ) from exc
+            said = f"the provider could not say what it serves ({type(exc).__name__})"
+            raise errors.PROVIDER_FAULT(said) from exc
 
     async def check_identity(self) -> None:
         """Raises ``IdentityChanged`` where corpus or index are not those of the claim."""
         now = await self._ask_identity()
         # By Python's equality, as the reference compares: 1 and true name one setting here.
         if now != self.identity:
+            changed = ", ".join(differences(now, self.identity))
             raise errors.IDENTITY_CHANGED(
-                "the provider's identity changed during the run: "
-                f"{', '.join(differences(now, self.identity))}"
+                f"the provider's identity changed during the run: {changed}"
             )
 
     async def search(self, query: str, deadline: float, top_n: int | None = None) -> Found:
@@ -108,9 +107,8 @@ class Guard:
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider's own objects may raise when read: classified here
-            raise errors.DOCUMENT_INVALID(
-                f"the provider's documents could not be read ({type(exc).__name__})"
-            ) from exc
+            said = f"the provider's documents could not be read ({type(exc).__name__})"
+            raise errors.DOCUMENT_INVALID(said) from exc
 
     async def _ask(self, query: str, deadline: float, top_n: int) -> Any:
         loop = asyncio.get_running_loop()
@@ -128,18 +126,16 @@ class Guard:
             except errors.SidecarError:
                 raise
             except Exception as exc:  # a provider may raise anything: classified here, once
-                raise errors.PROVIDER_FAULT(
-                    f"the provider failed during a search ({type(exc).__name__})"
-                ) from exc
+                said = f"the provider failed during a search ({type(exc).__name__})"
+                raise errors.PROVIDER_FAULT(said) from exc
             await asyncio.sleep(pause)
             pause = min(pause * RETRY_GROWTH, RETRY_SECONDS_MAX)
         raise errors.INTERNAL_ERROR("a search ended without an answer or an error")
 
     def _found(self, documents: Any, top_n: int) -> Found:
         if isinstance(documents, str | bytes | Mapping) or not hasattr(documents, "__len__"):
-            raise errors.DOCUMENT_INVALID(
-                f"the provider answered a {type(documents).__name__} instead of documents"
-            )
+            kind = type(documents).__name__
+            raise errors.DOCUMENT_INVALID(f"the provider answered a {kind} instead of documents")
         if len(documents) > top_n:
             raise errors.DOCUMENT_INVALID(
                 f"the provider answered {len(documents)} documents where {top_n} were asked"

@@ -1,8 +1,7 @@
 """A document of a provider, checked and encoded once, however often it is found.
 
 Rollouts of one group ask alike and popular articles come back all day: what a passage costs (strip,
-look for tags, escape) is paid when it is first seen, and remembered for the most
-recent ones.
+look for tags, escape) is paid when it is first seen, and remembered for the most recent ones.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Found(NamedTuple):
         return len(self.documents_json) + text + 512
 
     def documents(self) -> list[dict[str, Any]]:
-        """The documents as values."""
         value: list[dict[str, Any]] = orjson.loads(self.documents_json)
         return value
 
@@ -88,25 +86,21 @@ def read_passage(item: Any, position: int) -> tuple[Passage, bytes]:
 def _read_any(item: Any, position: int) -> tuple[Passage, bytes]:
     """Any answer of a provider, checked in full."""
     if not (type(item) is dict or isinstance(item, Mapping)):  # the first is the usual and cheap
-        raise errors.DOCUMENT_INVALID(
-            f"document {position} is a {type(item).__name__}, not a mapping"
-        )
+        raise _invalid(position, f"is a {type(item).__name__}, not a mapping")
     if not _FIELDS.issuperset(item):
-        raise errors.DOCUMENT_INVALID(
-            f"document {position} has a field besides id, contents, score"
-        )
+        raise _invalid(position, "has a field besides id, contents, score")
     name = _bounded(item.get("id"), position, "id")
     contents = _bounded(item.get("contents"), position, "contents")
     long = len(contents) + len(name) > REMEMBERED_CHARACTERS_MAX
     passage = _passage(name, contents) if long else _remembered(name, contents)
     if isinstance(passage, str):
-        raise errors.DOCUMENT_INVALID(f"document {position} {passage}")
+        raise _invalid(position, passage)
     return passage, _score(item.get("score"), position)
 
 
 def _bounded(text: Any, position: int, field: str) -> str:
     if not isinstance(text, str) or len(text) > TEXT_CHARACTERS_MAX:
-        raise errors.DOCUMENT_INVALID(f"document {position} has no bounded text in {field}")
+        raise _invalid(position, f"has no bounded text in {field}")
     return text
 
 
@@ -141,9 +135,11 @@ def _score(score: Any, position: int) -> bytes:
     # Wider ones have no form in the records.
     if isinstance(score, int) and not isinstance(score, bool) and -(2**63) <= score < 2**64:
         return orjson.dumps(int(score))
-    raise errors.DOCUMENT_INVALID(
-        f"document {position} has a score that is no finite number of 64 bits"
-    )
+    raise _invalid(position, "has a score that is no finite number of 64 bits")
+
+
+def _invalid(position: int, what: str) -> errors.RetrievalError:
+    return errors.DOCUMENT_INVALID(f"document {position} {what}")
 
 
 def found_of(

@@ -153,27 +153,25 @@ def _said(error: BaseException) -> str:
 
 
 def _identity(value: object) -> dict[str, Any]:
-    plain = _plain(value, "fingerprint()")
+    plain = _plain(value)
     if not isinstance(plain, dict):
-        raise errors.PROVIDER_FAULT(
-            f"fingerprint() answered a {type(value).__name__}, not a mapping"
-        )
+        kind = type(value).__name__
+        raise errors.PROVIDER_FAULT(f"fingerprint() answered a {kind}, not a mapping")
     return plain
 
 
-def _plain(value: object, where: str) -> Any:
+def _plain(value: object) -> Any:
     """JSON values only, so that two fingerprints compare and can be recorded."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(inner, where) for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner, where) for inner in value]
-    raise errors.PROVIDER_FAULT(
-        f"{where} holds a {type(value).__name__}, which is not a JSON value"
-    )
+        return [_plain(inner) for inner in value]
+    kind = type(value).__name__
+    raise errors.PROVIDER_FAULT(f"fingerprint() holds a {kind}, which is not a JSON value")
 
 
 def _documents(value: object) -> Any:

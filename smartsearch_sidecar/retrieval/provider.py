@@ -83,7 +83,7 @@ class WatchesItself(Protocol):
             that the latch closes without waiting for the next search.
     """
 
-    on_fault: Callable[[errors.RetrievalError], None] | None
+    on_fault: Callable[[errors.RetrievalError], None]
 
 
 async def open_configured(config: Config, progress: Progress | None = None) -> Provider:

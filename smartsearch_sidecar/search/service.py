@@ -64,12 +64,9 @@ AHEAD_RECORDS: Final = 256
 the cache come without a pause: this is also where they let others have a turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServicePolicy:
-    """The keys of the configuration that decide, as plain values.
-
-    ``deadline_seconds`` runs from a request's first byte; ``decline`` and ``latch_undelivered`` are
-    ``execute.on_invalid_query`` and ``execute.on_undelivered``.
+class ServicePolicy(NamedTuple):
+    """``deadline_seconds`` runs from a request's first byte; ``decline`` and ``latch_undelivered``
+    are ``execute.on_invalid_query`` and ``execute.on_undelivered``.
     """
 
     rules: ExecuteRules
@@ -79,10 +76,8 @@ class ServicePolicy:
 
 
 class Answer(NamedTuple):
-    """A recorded answer on its way to the client.
-
-    ``number`` is the attempt it settles, ``None`` for a declined query; ``others`` are those of a
-    batch that it settles as well.
+    """A recorded answer on its way to the client. ``number`` is the attempt it settles, ``None``
+    for a declined query; ``others`` are those of a batch that it settles as well.
     """
 
     payload: bytes
@@ -90,28 +85,23 @@ class Answer(NamedTuple):
     others: tuple[int, ...] = ()
 
 
+@dataclass(eq=False, kw_only=True)
 class Service:
-    """Everything between the parsed edge and the ledger, for one run."""
+    """Everything between the parsed edge and the ledger, for one run.
 
-    def __init__(
-        self,
-        *,
-        run: Run,
-        slots: Slots,
-        retrieval: CachedSearch,
-        policy: ServicePolicy,
-        on_answer: Callable[[str], None] | None = None,
-    ) -> None:
-        """``on_answer`` is called with the text of every answer before it is handed over, for the
-        provenance of rewards.
-        """
-        self.run = run
-        self.slots = slots
-        self.retrieval = retrieval
-        self.policy = policy
-        self.on_answer = on_answer
-        self._state = run.state
-        self._recorder = run.recorder
+    ``on_answer`` is called with the text of every answer before it is handed over, for the
+    provenance of rewards.
+    """
+
+    run: Run
+    slots: Slots
+    retrieval: CachedSearch
+    policy: ServicePolicy
+    on_answer: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._state = self.run.state
+        self._recorder = self.run.recorder
 
     def undelivered(self, number: int | None, stage: str, others: Sequence[int] = ()) -> None:
         """The client was gone before its answer was handed to it; ``stage`` says how we know."""
@@ -259,18 +249,17 @@ class Service:
             self.undelivered(number, "cancelled during the search")
             raise
         except BaseException as exc:
-            self._settle_failed(
-                number, errors.INTERNAL_ERROR(f"a search ended in {type(exc).__name__}")
-            )
+            failure = errors.INTERNAL_ERROR(f"a search ended in {type(exc).__name__}")
+            self._settle_failed(number, failure)
             raise
 
     def _settle_failed(self, number: int, exc: errors.SidecarError) -> None:
         """Records a failed attempt and closes the latch with it."""
         if number not in self._state.searching:
             return
-        cause = exc.closes_as
+        failed = RetrievalFailed(number, exc.code, exc.closes_as, utf8_safe(exc.message))
         try:
-            self._recorder.post(RetrievalFailed(number, exc.code, cause, utf8_safe(exc.message)))
+            self._recorder.post(failed)
         except errors.LedgerFailed:
             return  # the ledger failed first, and that is the cause
         if exc.cause is not None:
@@ -338,21 +327,18 @@ class _SearchBatch:
         except asyncio.CancelledError:
             # Searches under way have recorded their loss; those already answered are lost as well.
             if self._left < len(queries):
-                service.undelivered(self._first, "cancelled before the answer", self._others)
+                first, others = self._settled()
+                service.undelivered(first, "cancelled before the answer", others)
             raise
         if self._on_answer is not None:
             for text in self._texts:
                 self._on_answer(text)
-        payload = render_answer(self._asked, self._parts, self._scores)
-        return Answer(payload, self._first, self._others)
+        return Answer(render_answer(self._asked, self._parts, self._scores), *self._settled())
 
-    @property
-    def _first(self) -> int | None:
-        return min(self._numbers, default=None)
-
-    @property
-    def _others(self) -> tuple[int, ...]:
-        return tuple(sorted(self._numbers)[1:])
+    def _settled(self) -> tuple[int | None, tuple[int, ...]]:
+        """The first number of this request, and the others."""
+        numbers = sorted(self._numbers)
+        return (numbers[0] if numbers else None), tuple(numbers[1:])
 
     async def _run(self, *, searched: bool) -> None:
         if searched and self._asked.queries:
@@ -363,10 +349,8 @@ class _SearchBatch:
             await self._work(todo)
         else:
             # Never cancelled by each other, and all of them awaited: each has something to settle.
-            ended = await asyncio.gather(
-                *(self._work(todo) for _ in range(workers)), return_exceptions=True
-            )
-            for end in ended:
+            works = [self._work(todo) for _ in range(workers)]
+            for end in await asyncio.gather(*works, return_exceptions=True):
                 if isinstance(end, BaseException):
                     raise end
         if self._failure is not None:

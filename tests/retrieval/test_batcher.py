@@ -43,7 +43,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def submit(gather: Gather[int, str, str], *keys: str, lane: int = 5) -> list[asyncio.Task[str]]:
+def submit(gather: Gather[str], *keys: str, lane: int = 5) -> list[asyncio.Task[str]]:
     return [asyncio.ensure_future(gather.submit(lane, key)) for key in keys]
 
 
@@ -367,7 +367,7 @@ async def test_the_next_call_waits_for_those_just_answered() -> None:
         await asyncio.sleep(0.06)
         return list(keys)
 
-    gather: Gather[int, str, str] = Gather(slow, batch_max=32)
+    gather: Gather[str] = Gather(slow, batch_max=32)
 
     async def caller(name: int, first: asyncio.Event) -> None:
         await first.wait()
@@ -394,7 +394,7 @@ async def test_a_full_call_does_not_linger() -> None:
         await asyncio.sleep(0.06)
         return list(keys)
 
-    gather: Gather[int, str, str] = Gather(slow, batch_max=2)
+    gather: Gather[str] = Gather(slow, batch_max=2)
     first = asyncio.create_task(gather.submit(5, "a"))
     await begun.wait()
     others = [asyncio.create_task(gather.submit(5, key)) for key in "bcd"]
@@ -414,7 +414,7 @@ async def test_closing_while_it_lingers_fails_what_waits() -> None:
         await asyncio.sleep(0.06)
         return list(keys)
 
-    gather: Gather[int, str, str] = Gather(slow, batch_max=32)
+    gather: Gather[str] = Gather(slow, batch_max=32)
     first = asyncio.create_task(gather.submit(5, "a"))
     await begun.wait()
     second = asyncio.create_task(gather.submit(5, "b"))

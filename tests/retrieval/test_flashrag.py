@@ -573,7 +573,7 @@ async def test_asking_before_start_is_our_own_fault() -> None:
 
 
 async def test_the_configuration_makes_a_started_provider(retriever: FakeRetriever) -> None:
-    """Every key of the section arrives, and a missing one is named."""
+    """Every key of the section arrives."""
     settings = FlashRagSection(
         url=retriever.url, corpus_sha256=CORPUS, index_sha256=INDEX, batch_max=2, timeout_seconds=5
     )
@@ -581,8 +581,6 @@ async def test_the_configuration_makes_a_started_provider(retriever: FakeRetriev
     await search_all(provider, ["a", "b", "c"])
     assert max(size for _, size in retriever.shapes) == 2
     await provider.close()
-    with pytest.raises(errors.ConfigError, match=r"retrieval\.flashrag\.url is not set"):
-        await from_config(settings.model_copy(update={"url": None}))
     await retriever.kill()
     with pytest.raises(errors.ProviderTransport):
         await from_config(settings)

@@ -21,11 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import orjson
 import tantivy
@@ -60,8 +59,7 @@ _BLOCK_BYTES: Final = 16_368  # 682 entries; 4 MiB of buffers in all
 _ENTRY: Final = struct.Struct("<16sQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Sizing:
+class Sizing(NamedTuple):
     """What bounds the memory of a build. Part of the build's result: keep it when comparing.
 
     ``heap_bytes`` (up to 4.29e9) is where tantivy would flush by itself and spoil the order; it is
@@ -76,8 +74,7 @@ class Sizing:
     single_commit_passages: int = 50_000
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(NamedTuple):
     """What the first pass counted: passages kept and left out, characters of those kept."""
 
     passages: int
@@ -293,9 +290,8 @@ class DistinctIds:
     """
 
     def __init__(self, folder: Path, *, block_bytes: int = _BLOCK_BYTES) -> None:
-        """What does not fit buffers of ``block_bytes`` goes to an unnamed file in ``folder``.
-
-        ``block_bytes`` is a multiple of an entry's 24.
+        """What does not fit buffers of ``block_bytes``, a multiple of an entry's 24, goes to an
+        unnamed file in ``folder``.
         """
         self._block_bytes = block_bytes
         self._spill = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - see close
@@ -326,17 +322,15 @@ class DistinctIds:
         first: tuple[int, int] | None = None
         for bucket in range(_BUCKETS):
             seen: dict[bytes, int] = {}
-            for digest, line in _ENTRY.iter_unpack(self._entries(bucket)):
+            blocks = []
+            for offset in self._offsets[bucket]:
+                self._spill.seek(offset)
+                blocks.append(self._spill.read(self._block_bytes))
+            entries = b"".join([*blocks, self._buffers[bucket]])
+            for digest, line in _ENTRY.iter_unpack(entries):
                 earlier = seen.get(digest)
                 if earlier is None:
                     seen[digest] = line
                 elif first is None or line < first[0]:
                     first = (line, earlier)
         return first
-
-    def _entries(self, bucket: int) -> bytes:
-        blocks = []
-        for offset in self._offsets[bucket]:
-            self._spill.seek(offset)
-            blocks.append(self._spill.read(self._block_bytes))
-        return b"".join([*blocks, self._buffers[bucket]])

@@ -98,9 +98,8 @@ class Corpus:
         except OSError as error:
             raise _cannot_read(path, error) from None
         if not stat.S_ISREG(facts.st_mode):
-            raise errors.CORPUS_INVALID(
-                f"{path} is not a regular file, and it is read twice; name a file"
-            )
+            said = f"{path} is not a regular file, and it is read twice; name a file"
+            raise errors.CORPUS_INVALID(said)
         self.size = facts.st_size
         self.form = self._recognise() if form is None else form
 
@@ -135,9 +134,7 @@ class Reading:
     def sha256(self) -> str:
         """Of the whole file as it lies on disk."""
         if not self._finished:
-            raise errors.INTERNAL_ERROR(
-                "a corpus's digest was asked for before it was read to its end"
-            )
+            raise errors.INTERNAL_ERROR("a corpus was not read to its end before its digest")
         return self._digest.hexdigest()
 
     def fault(self, reason: Exception | str) -> errors.UsageError:

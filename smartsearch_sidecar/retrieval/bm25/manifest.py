@@ -20,7 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,32 +87,19 @@ def tantivy_version() -> str:
 
 
 def content_digest(meta: bytes, files: Mapping[str, FileFacts]) -> str:
-    """Of an index of one segment, without the segment's name: the same for every build.
-
-    ``meta`` is tantivy's list of segments, ``files`` the digest of every file by name.
-    """
+    """Of an index of one segment, without the segment's name: the same for every build."""
     value = orjson.loads(meta)
     (segment,) = value["segments"]
     prefix = segment.pop("segment_id").replace("-", "") + "."
-    parts = {
-        name.removeprefix(prefix): facts.sha256
-        for name, facts in files.items()
-        if name.startswith(prefix)
-    }
+    own = [name for name in files if name.startswith(prefix)]
+    parts = {name.removeprefix(prefix): files[name].sha256 for name in own}
     return canonical_digest({"meta": value, "segment": parts})
 
 
 def index_digest(passages: int, content_sha256: str) -> str:
     """What this process would name an index of that content."""
-    return canonical_digest(
-        {
-            "format": FORMAT,
-            "tantivy": tantivy_version(),
-            "analyzer": ANALYZER,
-            "passages": passages,
-            "content_sha256": content_sha256,
-        }
-    )
+    reads = {"format": FORMAT, "tantivy": tantivy_version(), "analyzer": ANALYZER}
+    return canonical_digest({**reads, "passages": passages, "content_sha256": content_sha256})
 
 
 def read(folder: Path) -> Manifest:
@@ -130,9 +117,9 @@ def read(folder: Path) -> Manifest:
     except orjson.JSONDecodeError:
         raise damaged from None
     except FileNotFoundError:
+        unfinished = f"{folder} holds no {NAME}, so it is not a finished index"
         raise errors.INDEX_UNUSABLE(
-            f"{folder} holds no {NAME}, so it is not a finished index; remove it and build it with "
-            f"{command}"
+            f"{unfinished}; remove it and build it with {command}"
         ) from None
     except OSError as error:
         raise cannot_read(path, error) from None
@@ -208,16 +195,12 @@ def _lock(handle: int, folder: Path, out: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise errors.USAGE(
-            f"another build is writing {out}; wait for it, or name another"
-        ) from None
-    ours = os.fstat(handle)
-    try:
-        there = os.stat(folder)
-    except FileNotFoundError:
-        there = None
-    if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
-        raise errors.USAGE(f"another build of {out} ended just now; look at what it left")
+        said = f"another build is writing {out}; wait for it, or name another"
+        raise errors.USAGE(said) from None
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(handle), os.stat(folder)):
+            return
+    raise errors.USAGE(f"another build of {out} ended just now; look at what it left")
 
 
 def remove(folder: Path) -> None:

@@ -62,9 +62,7 @@ async def open_configured(config: Config, progress: Progress | None = None) -> B
 
 def verify_and_open(folder: Path, *, progress: Progress | None = None) -> Bm25Index:
     """Verifies every file of the index in ``folder`` and opens those; blocks: run it in a thread.
-
-    ``progress`` gets bytes verified and bytes in all. Raises ``IndexUnusable`` that names the file
-    and the remedy.
+    Raises ``IndexUnusable`` that names the file and the remedy.
     """
     manifest = manifests.read(folder)
     try:
@@ -75,30 +73,25 @@ def verify_and_open(folder: Path, *, progress: Progress | None = None) -> Bm25In
     with ExitStack() as failed:
         failed.callback(files.close)
         _verify(files, manifest, progress)
-        schema, searcher = _searcher(files)
+        index = _opened(files)
+        searcher = index.searcher()
         if searcher.num_docs != manifest.passages or searcher.num_segments != 1:
             raise _unusable(
                 f"the index at {folder} holds {searcher.num_docs} passages in "
                 f"{searcher.num_segments} parts, its manifest says {manifest.passages} in one"
             )
         failed.pop_all()
-    return Bm25Index(manifest, files, schema, searcher)
+    return Bm25Index(manifest, files, index)
 
 
 class Bm25Index:
     """A verified index in this process. Searches block; they may run in several threads at once."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        files: ServedFiles,
-        schema: tantivy.Schema,
-        searcher: tantivy.Searcher,
-    ) -> None:
+    def __init__(self, manifest: Manifest, files: ServedFiles, index: tantivy.Index) -> None:
         self.manifest = manifest
         self.files = files
-        self._schema = schema
-        self._searcher = searcher
+        self._schema = index.schema
+        self._searcher = index.searcher()
         self._analyzer = analyzer()
         self._stop_words = frozenset(self._analyzer.analyze(STOP_WORDS))
 
@@ -119,8 +112,8 @@ class Bm25Index:
     def search(self, question: str, top_n: int) -> list[dict[str, Any]]:
         """The best ``top_n`` passages, best first, ties in corpus order; none for no words.
 
-        Raises ``ProviderFault``, and nothing else, when the index fails under a search: it was
-        verified, so an error is damage that came later, never an answer.
+        Raises ``ProviderFault`` when the index fails under a search: it was verified, so an error
+        is damage that came later, never an answer.
         """
         if not 1 <= top_n <= TOP_N_MAX:
             raise errors.INTERNAL_ERROR(f"top_n is {top_n}; 1 to {TOP_N_MAX} can be asked for")
@@ -176,10 +169,7 @@ class Bm25Provider:
         self._threads = RetrieverThreads(max(2, len(os.sched_getaffinity(0))), self.name)
 
     async def identity(self) -> Mapping[str, Any]:
-        """Corpus and index, as verified; a look at every file says that they still are.
-
-        Raises ``IdentityChanged``.
-        """
+        """Corpus and index, as verified; a look at every file says that they still are."""
         self.index.files.check()
         return self._identity
 
@@ -214,7 +204,6 @@ class ServedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ``OSError`` where the folder cannot be opened."""
         self.folder = folder
         self.handles: dict[str, int] = {}
         self._facts: dict[int, tuple[str, Facts]] = {}
@@ -222,10 +211,7 @@ class ServedFiles:
         self._folder_facts = _folder_facts(os.fstat(self._handle))
 
     def add(self, name: str) -> int:
-        """Opens a file and takes its facts, before it is verified: what changes it meanwhile shows.
-
-        Returns the descriptor. Raises ``OSError``.
-        """
+        """Opens a file and takes its facts before it is verified, so that a later change shows."""
         handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._handle)
         self.handles[name] = handle
         self._facts[handle] = (name, _facts(os.fstat(handle)))
@@ -235,16 +221,12 @@ class ServedFiles:
         """Raises ``IdentityChanged`` naming the file that is not the one that was verified."""
         for handle, (name, before) in self._facts.items():
             if _facts(os.fstat(handle)) != before:
-                raise errors.IDENTITY_CHANGED(
-                    f"{self.folder / name} was changed while it is served"
-                )
+                path = self.folder / name
+                raise errors.IDENTITY_CHANGED(f"{path} was changed while it is served")
         now = _folder_facts(os.fstat(self._handle))
-        if now != self._folder_facts:
-            self._check_names()
-            self._folder_facts = now
-
-    def _check_names(self) -> None:
-        """The folder was touched: whether its names still lead to the files that are served."""
+        if now == self._folder_facts:
+            return
+        # The folder was touched: whether its names still lead to the files that are served.
         for name, before in self._facts.values():
             path = self.folder / name
             try:
@@ -255,6 +237,7 @@ class ServedFiles:
                 ) from None
             if there != before:
                 raise errors.IDENTITY_CHANGED(f"{path} was replaced while it is served")
+        self._folder_facts = now
 
     def close(self) -> None:
         """Lets go of the descriptors; what tantivy has mapped stays mapped."""
@@ -308,14 +291,14 @@ def _check_digests(files: ServedFiles, manifest: Manifest) -> None:
         raise _unusable(f"the manifest of {files.folder} is not that of its files")
 
 
-def _searcher(files: ServedFiles) -> tuple[tantivy.Schema, tantivy.Searcher]:
+def _opened(files: ServedFiles) -> tantivy.Index:
     view = Path(_private_folder())
     try:
         for name, handle in files.handles.items():
             (view / name).symlink_to(f"/proc/self/fd/{handle}")
         index = tantivy.Index.open(str(view))
         index.config_reader("manual")  # the folder is about to go: no commit to watch for
-        return index.schema, index.searcher()
+        return index
     except ValueError as error:
         first = (str(error).splitlines() or ["no reason given"])[0]
         raise _unusable(f"tantivy cannot open the index at {files.folder}: {first}") from error

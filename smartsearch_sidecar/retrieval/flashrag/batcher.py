@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -41,8 +41,6 @@ LINGER_SHARE = 0.1  # of how long the last call took
 LINGER_SECONDS_MAX = 0.005
 LINGER_SECONDS_MIN = 0.001  # of a quick retriever nothing is gained by waiting
 
-Lane = TypeVar("Lane", bound=Hashable)
-Key = TypeVar("Key", bound=Hashable)
 Answer = TypeVar("Answer")
 
 
@@ -54,21 +52,21 @@ class Failed:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry(Generic[Lane, Key, Answer]):
-    lane: Lane
-    key: Key
+class _Entry(Generic[Answer]):
+    lane: int
+    key: str
     waiters: list[asyncio.Future[Answer | Failed]] = field(default_factory=list)
-    call: _Call[Lane, Key, Answer] | None = None
+    call: _Call[Answer] | None = None
 
 
 @dataclass(slots=True, eq=False)
-class _Call(Generic[Lane, Key, Answer]):
-    entries: list[_Entry[Lane, Key, Answer]]
+class _Call(Generic[Answer]):
+    entries: list[_Entry[Answer]]
     began: float  # loop time
     task: asyncio.Task[None] | None = None
 
 
-class Gather(Generic[Lane, Key, Answer]):
+class Gather(Generic[Answer]):
     """Gathers concurrent ``submit`` calls into calls of ``ask(lane, keys)``.
 
     ``ask`` answers with one outcome per key, in order: an answer or ``Failed``. What it raises is
@@ -77,7 +75,7 @@ class Gather(Generic[Lane, Key, Answer]):
 
     def __init__(
         self,
-        ask: Callable[[Lane, Sequence[Key]], Awaitable[Sequence[Answer | Failed]]],
+        ask: Callable[[int, Sequence[str]], Awaitable[Sequence[Answer | Failed]]],
         *,
         batch_max: int,
         calls_max: int = 1,
@@ -85,8 +83,8 @@ class Gather(Generic[Lane, Key, Answer]):
         self._ask = ask
         self._batch_max = batch_max
         self._calls_max = calls_max
-        self._waiting: dict[tuple[Lane, Key], _Entry[Lane, Key, Answer]] = {}
-        self._out: set[_Call[Lane, Key, Answer]] = set()
+        self._waiting: dict[tuple[int, str], _Entry[Answer]] = {}
+        self._out: set[_Call[Answer]] = set()
         self._boarding: asyncio.Handle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._expected = 0  # searches that would fill the call that lingers
@@ -102,7 +100,7 @@ class Gather(Generic[Lane, Key, Answer]):
         self._batch_max = batch_max
         self._calls_max = calls_max
 
-    async def submit(self, lane: Lane, key: Key) -> Answer:
+    async def submit(self, lane: int, key: str) -> Answer:
         """The answer to ``key``; raises what the call raised, or ``ProviderFault`` once closed."""
         if self._closed:
             raise _closed()
@@ -156,9 +154,9 @@ class Gather(Generic[Lane, Key, Answer]):
             # A callback and not a `finally`: a task cancelled before its first step runs no code.
             call.task.add_done_callback(lambda _, call=call: self._returned(call))  # type: ignore[misc]
 
-    def _board(self) -> list[_Entry[Lane, Key, Answer]]:
+    def _board(self) -> list[_Entry[Answer]]:
         lane = next(iter(self._waiting.values())).lane
-        taken: list[_Entry[Lane, Key, Answer]] = []
+        taken: list[_Entry[Answer]] = []
         for entry in self._waiting.values():
             if entry.lane == lane:
                 taken.append(entry)
@@ -168,7 +166,7 @@ class Gather(Generic[Lane, Key, Answer]):
             del self._waiting[(entry.lane, entry.key)]
         return taken
 
-    async def _travel(self, call: _Call[Lane, Key, Answer]) -> None:
+    async def _travel(self, call: _Call[Answer]) -> None:
         entries = call.entries
         try:
             outcomes = await self._ask(entries[0].lane, [entry.key for entry in entries])
@@ -181,7 +179,7 @@ class Gather(Generic[Lane, Key, Answer]):
         for entry, outcome in zip(entries, outcomes, strict=True):
             _settle(entry, outcome)
 
-    def _returned(self, call: _Call[Lane, Key, Answer]) -> None:
+    def _returned(self, call: _Call[Answer]) -> None:
         self._out.discard(call)
         loop = asyncio.get_running_loop()
         seconds = min(LINGER_SHARE * (loop.time() - call.began), LINGER_SECONDS_MAX)
@@ -193,9 +191,7 @@ class Gather(Generic[Lane, Key, Answer]):
             self._expected = min(self._batch_max, len(self._waiting) + len(call.entries))
             self._lingering = loop.call_later(seconds, self._depart)
 
-    def _leave(
-        self, entry: _Entry[Lane, Key, Answer], waiter: asyncio.Future[Answer | Failed]
-    ) -> None:
+    def _leave(self, entry: _Entry[Answer], waiter: asyncio.Future[Answer | Failed]) -> None:
         if waiter not in entry.waiters:
             return  # Settled in the same pass of the loop: there is nothing left to leave.
         entry.waiters.remove(waiter)
@@ -207,7 +203,7 @@ class Gather(Generic[Lane, Key, Answer]):
             entry.call.task.cancel()
 
 
-def _settle(entry: _Entry[Lane, Key, Answer], outcome: Answer | Failed) -> None:
+def _settle(entry: _Entry[Answer], outcome: Answer | Failed) -> None:
     waiters, entry.waiters = entry.waiters, []
     for waiter in waiters:
         if not waiter.done():

@@ -51,26 +51,21 @@ Documents = list[dict[str, Any]]
 
 _T = TypeVar("_T")
 _MEDIA_TYPE: Final = re.compile(r"[a-z0-9.+-]{1,40}/[a-z0-9.+-]{1,40}")
-_NOT_HTTP: Final = (
-    errors.PROVIDER_FAULT,
-    "answered /{route} with something that is not HTTP ({why})",
-)
+_TRANSPORT, _FAULT = errors.PROVIDER_TRANSPORT, errors.PROVIDER_FAULT
+_NOT_HTTP: Final = (_FAULT, "answered /{route} with something that is not HTTP ({why})")
 _FAULTS: Final[Mapping[ExchangeFault, tuple[errors.Failure[Any], str]]] = {
-    ExchangeFault.LATE: (errors.PROVIDER_TRANSPORT, "did not answer /{route} within {seconds:g} s"),
-    ExchangeFault.CERTIFICATE: (errors.PROVIDER_FAULT, "has no certificate this machine accepts"),
+    ExchangeFault.LATE: (_TRANSPORT, "did not answer /{route} within {seconds:g} s"),
+    ExchangeFault.CERTIFICATE: (_FAULT, "has no certificate this machine accepts"),
     ExchangeFault.NO_CONNECTION: (
-        errors.PROVIDER_TRANSPORT,
+        _TRANSPORT,
         "takes no connection ({why}): start it, or correct retrieval.flashrag.url",
     ),
-    ExchangeFault.BROKEN_OFF: (errors.PROVIDER_TRANSPORT, "broke off /{route}: {why}"),
+    ExchangeFault.BROKEN_OFF: (_TRANSPORT, "broke off /{route}: {why}"),
     ExchangeFault.COMPRESSED: (
-        errors.PROVIDER_FAULT,
+        _FAULT,
         "answered /{route} with a compressed body, though none was asked for",
     ),
-    ExchangeFault.TOO_LONG: (
-        errors.PROVIDER_FAULT,
-        "answered /{route} with more than {bytes_max} bytes",
-    ),
+    ExchangeFault.TOO_LONG: (_FAULT, "answered /{route} with more than {bytes_max} bytes"),
 }
 """What an exchange without a usable answer is to a search."""
 
@@ -81,12 +76,7 @@ async def open_configured(config: Config, _progress: object = None) -> FlashragP
 
 
 async def from_config(settings: FlashRagSection) -> FlashragProvider:
-    """A started provider. Raises ``ConfigError`` for a missing key, and what ``start`` raises."""
-    for key in ("url", "corpus_sha256", "index_sha256"):
-        if getattr(settings, key) is None:
-            raise errors.CONFIG_INVALID(
-                f"retrieval.flashrag.{key} is not set: the flashrag provider needs it"
-            )
+    """A started provider. Raises what ``start`` raises."""
     provider = FlashragProvider(settings)
     try:
         await provider.start()
@@ -131,9 +121,9 @@ class FlashragProvider:
             keepalive_seconds=KEEPALIVE_SECONDS,
             connect_seconds=None,
         )
-        self._gather: Gather[int, str, Documents] = Gather(self._ask, batch_max=settings.batch_max)
+        self._gather: Gather[Documents] = Gather(self._ask, batch_max=settings.batch_max)
         self._watch: canaries.CanaryWatch | None = None
-        self.on_fault: Callable[[errors.RetrievalError], None] | None = None
+        self.on_fault: Callable[[errors.RetrievalError], None] = lambda _fault: None
 
     async def start(self) -> None:
         """Opens the client and asks the canaries, or ``/health`` where there are no canaries.
@@ -151,8 +141,9 @@ class FlashragProvider:
             return
         await canaries.check(self, recorded)
         if self._watch is None:
+            # `on_fault` is set by the process later: it is looked up when a fault is found.
             self._watch = canaries.CanaryWatch(
-                self, recorded, seconds=self._canary_seconds, on_fault=self._tell
+                self, recorded, self._canary_seconds, lambda fault: self.on_fault(fault)
             )
             self._watch.start()
 
@@ -161,10 +152,6 @@ class FlashragProvider:
         if self._watch is not None and (fault := self._watch.fault) is not None:
             raise fault.failure(fault.message) from fault
         return dict(self._identity)
-
-    def _tell(self, fault: errors.RetrievalError) -> None:
-        if self.on_fault is not None:
-            self.on_fault(fault)
 
     async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
         """What the retriever answers, as parsed: a list of objects, not yet checked.
@@ -199,10 +186,8 @@ class FlashragProvider:
             return [*answer]
         if answer in REFUSED:
             half = len(queries) // 2
-            return [
-                *await self._ask(top_n, queries[:half]),
-                *await self._ask(top_n, queries[half:]),
-            ]
+            first = await self._ask(top_n, queries[:half])
+            return first + await self._ask(top_n, queries[half:])
         # ``/batch_search`` is missing. From the next call on each search is a call of its own,
         # several at once.
         self._gather.reshape(batch_max=1, calls_max=self._settings.batch_max)
@@ -213,10 +198,8 @@ class FlashragProvider:
         if status in REFUSED:
             raise errors.PROVIDER_FAULT(f"{self._where} refused the query (status {status})")
         if status in MISSING:
-            raise errors.PROVIDER_FAULT(
-                f"{self._where} does not serve /search (status {status}); correct "
-                "retrieval.flashrag.url"
-            )
+            why = f"does not serve /search (status {status}); correct retrieval.flashrag.url"
+            raise errors.PROVIDER_FAULT(f"{self._where} {why}")
         return self._documents(value, "search")
 
     async def _together(self, top_n: int, queries: Sequence[str]) -> list[Documents] | int:
