@@ -10,8 +10,6 @@ the node that gave it has not published it yet; or it is published and not read 
 first is the rollout's fault. ``node.Node.answers_known`` rules out the other two, in that
 order: it asks every node to publish what it has added (``AnswerStream.published``), then reads the
 stream to its end (``AnswerStream.read_up``). The table of what follows stands there.
-
-Apart from ``node.py``, its one user: rules and a stream that tests drive without a node.
 """
 
 from __future__ import annotations

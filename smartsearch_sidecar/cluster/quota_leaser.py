@@ -3,6 +3,8 @@
 ``quota_leases.py`` has the rules; here is when they are asked. One task makes every change to the
 key, so a node never races itself. A request that finds no room waits for one round of that task:
 what the run had left is only as new as the last value seen.
+
+Apart from ``node.py``, which only starts and ends it: when to lease is a matter of its own.
 """
 
 from __future__ import annotations

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.answer_digests import AnswerStream
 from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.cluster.join import identities
 from smartsearch_sidecar.cluster.membership import RunVerdict
@@ -83,11 +85,7 @@ class ClusterRun:
             stream = await self.node.follow_answers(answers.add_digest)
         while texts := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
             for text in texts:
-                block = block_of(text)
-                if block not in answers:
-                    digest = block_digest(block)
-                    answers.add_digest(digest)
-                    stream.add(digest)
+                _publish(answers, stream, text)
 
     async def join(self, facts: Mapping[str, Any], claim: bytes, fresh: bool) -> None:
         """Takes this node's place, before its run is claimed. ``facts`` are the identities.
@@ -123,15 +121,7 @@ class ClusterRun:
         answers, stream = self._answers, self.node.answers
         if answers is None or stream is None:
             return None
-
-        def on_answer(text: str) -> None:
-            digest, known = block_digest(block_of(text)), len(answers)
-            answers.add_digest(digest)
-            # A digest that was known is in the stream, or in this node's backlog for it.
-            if len(answers) > known:
-                stream.add(digest)
-
-        return on_answer
+        return partial(_publish, answers, stream)
 
     async def health(self, service: Service, settle_seconds: float) -> dict[str, Any]:
         """The body of ``/health``: the run's state, this node's counts, a row for every node."""
@@ -156,12 +146,11 @@ class ClusterRun:
         A run that is returned as healthy is so in the very step of the loop in which this returns.
         """
         verdict, rows = await self.node.verdict(settle_seconds)
+        state = verdict.status.value
         if service.run.state.closed:
             with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
                 await service.run.recorder.latch_durable()
             state = "failed"
-        else:
-            state = verdict.status.value
         claims = self.node.claims
         heads: dict[str, Any] = {
             name: {"claim_sha256": claims.get(name), "seq": row.state.seq, "head": row.state.head}
@@ -201,6 +190,14 @@ class ClusterRun:
             "counts": _used(rows),
             "nodes": nodes,
         }
+
+
+def _publish(answers: AnswerDigests, stream: AnswerStream, text: str) -> None:
+    digest, known = block_digest(block_of(text)), len(answers)
+    answers.add_digest(digest)
+    # A digest that was known is in the stream, or in this node's backlog for it.
+    if len(answers) > known:
+        stream.add(digest)
 
 
 def _used(rows: Rows) -> dict[str, int]:

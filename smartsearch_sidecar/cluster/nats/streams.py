@@ -156,7 +156,7 @@ class Streams:
 
 
 async def _make(connection: NatsConnection, stream: Stream, servers: int) -> str:
-    """Makes one stream where there is none; returns when it was made."""
+    """Makes a stream that is not there yet; returns the time at which it was made."""
     subject = f"$JS.API.STREAM.CREATE.{stream.name}"
     expected = (OTHER_CONFIGURATION, NOT_CLUSTERED, NO_PEERS)
     answer: dict[str, Any] = {}
