@@ -115,14 +115,9 @@ class _Layout:
             self._rejection = read_latch(latch)
         self._reject()
         state = scan.history.state
-        return Exported(
-            requests=state.attempts,
-            responses=state.responses,
-            failed=state.failed,
-            rejected=self._rejection is not None,
-            declined=state.declined,
-            torn=scan.torn_bytes > 0,
-        )
+        rejected, torn = self._rejection is not None, scan.torn_bytes > 0
+        searches = (state.attempts, state.responses, state.failed)
+        return Exported(*searches, rejected, state.declined, torn)
 
     def _line(self, line: Line) -> None:
         match line.record:
@@ -143,7 +138,9 @@ class _Layout:
             case RetrievalFailed(number) as failed:
                 self._queries.pop(number)
                 self._failed.add(number)
-                self._save(f"failed-{number:06d}.json", _failure(failed))
+                value = {"error_type": failed.cause, "error": failed.detail}
+                value |= {"attempt_consumed": True, "no_automatic_retry": True}
+                self._save(f"failed-{number:06d}.json", value)
 
     def _reject(self) -> None:
         """The first failure, unless it is a failed attempt's, which has its own file."""
@@ -172,26 +169,14 @@ class _Layout:
             stream.write(data)
 
 
-def _failure(failed: RetrievalFailed) -> dict[str, Any]:
-    return {
-        "error_type": failed.cause,
-        "error": failed.detail,
-        "attempt_consumed": True,
-        "no_automatic_retry": True,
-    }
-
-
 def _response(
     query: str, documents: Sequence[Mapping[str, Any]], identity: Mapping[str, Any]
 ) -> dict[str, Any]:
     """``response-%06d.json`` of one answered search; ``documents`` as recorded, best first."""
     clean = [{key: item[key] for key in ("id", "contents", "score")} for item in documents]
+    result = "\n\n".join(item["contents"] for item in clean)
     return {
-        "native_response": {
-            "result": "\n\n".join(item["contents"] for item in clean),
-            "output": "",
-            "error": "",
-        },
+        "native_response": {"result": result, "output": "", "error": ""},
         "trajectory": [
             {
                 "index": 0,

@@ -78,8 +78,6 @@ class Recorder:
         """Like ``post``; the future resolves once the record is on the medium."""
         return self._writer.post_for_receipt(self.fold(record))
 
-    # --- the latch --------------------------------------------------------------------------------
-
     def close_latch(
         self, cause: str, *, number: int | None = None, consumed: bool = False, detail: str = ""
     ) -> None:
@@ -139,28 +137,23 @@ class SharedQuota(Protocol):
         Raises ``LatchClosed``, ``QuotaExhausted`` where all of the run's is leased, or
         ``ClusterUnreachable`` where the servers between the nodes do not answer.
         """
-        ...
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
         """The same for the scores that ``wanted()`` counts per split, all of them or none."""
-        ...
 
     def room_to_call(self, split: str, wanted: int) -> int:
         """How many of ``wanted`` helper calls fit; if none does, more is asked for, and ``woken``
         are called then.
         Raises as the others do, where waiting cannot help.
         """
-        ...
 
     def woken(self, wake: Callable[[], None]) -> None:
         """``wake`` is called, on the loop, whenever ``room_to_call`` may have another answer."""
-        ...
 
     async def answers_known(self, deadline: float) -> None:
         """Returns once every answer that any node had handed over by now is known here. Raises
         ``ClusterUnreachable`` where that cannot be said.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

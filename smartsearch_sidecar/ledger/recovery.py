@@ -39,8 +39,6 @@ from smartsearch_sidecar.run.json_values import differences, flat
 from smartsearch_sidecar.run.record import Cause, LatchClosed, RunResumed
 from smartsearch_sidecar.run.state import RunState
 
-# --- the facts ------------------------------------------------------------------------------------
-
 
 class Body(enum.StrEnum):
     """The lines before the last piece of the journal, and the last one where it is whole."""
@@ -257,13 +255,8 @@ class Reopened:
         return self.seq > 0
 
     def resumed(self) -> RunResumed:
-        return RunResumed(
-            clean=self.clean,
-            ending=self.ending.value,
-            torn_bytes=self.torn_bytes,
-            set_aside=None if self.set_aside is None else self.set_aside.name,
-            unsettled=self.unsettled,
-        )
+        aside = None if self.set_aside is None else self.set_aside.name
+        return RunResumed(self.clean, self.ending.value, self.torn_bytes, aside, self.unsettled)
 
     def cause(self, on_unclean: OnUnclean) -> Cause | None:
         """Why the restart closes the latch, ``None`` where it does not, or it is closed already."""

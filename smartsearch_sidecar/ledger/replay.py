@@ -157,9 +157,6 @@ async def _ask(batch: list[_Asked], search: Search, concurrency: int, result: Re
         result.add(asked.number, asked.query, *task.result())
 
 
-# --- the comparison -------------------------------------------------------------------------------
-
-
 def compare(old: Sequence[Document], new: Sequence[Document]) -> tuple[Outcome, str]:
     """How ``new`` compares with the recorded ``old``, and where it first differs."""
     before = [(item["id"], item["contents"]) for item in old]

@@ -43,8 +43,7 @@ def take_directory(
     """Makes the directory, or reads the run in it; returns what was found there. Blocking.
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
-    command; ``progress`` is told bytes of its journal read, and in all. Raises
-    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
+    command. Raises ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
     """
     if not resume or not files.directory.exists():
         files.create()
@@ -72,10 +71,8 @@ def claimed(config: Config, claim: bytes) -> RunClaimed:
     """The first record: the quotas the fold holds the run to."""
     reward = cluster = None
     if config.reward.enabled:
-        reward = {
-            "train": SplitQuotas.of(config.reward),
-            "validation": SplitQuotas.of(config.reward.validation),
-        }
+        train = config.reward
+        reward = {"train": SplitQuotas.of(train), "validation": SplitQuotas.of(train.validation)}
     if config.cluster is not None:
         cluster = {"run_id": config.cluster.run_id, "node": config.cluster.node}
     return RunClaimed(config.execute.max_calls, claim_digest(claim), reward, cluster)

@@ -41,7 +41,7 @@ class DiskThread:
         self._thread.start()
 
     def submit(self, work: Callable[..., None], *values: Any) -> asyncio.Future[None]:
-        """Has ``work(*values)`` done; the future ends as it ended. Called on the loop."""
+        """Has ``work(*values)`` done; the future has its outcome. Called on the loop."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._jobs.put((done, work, values))
         return done
@@ -83,7 +83,7 @@ UNAWAITED_SECONDS = 0.001
 # on an idle loop), and after 32 turns in all.
 QUIET_TURNS = 4
 GATHERING_TURNS_MAX = 32
-# Admission bounds the queue far below; reaching this is a fault of ours.
+# Admission bounds the queue far below; reaching this is a bug.
 QUEUE_RECORDS_MAX = 65_536
 
 

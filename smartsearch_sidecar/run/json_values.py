@@ -53,10 +53,9 @@ def is_sha256(value: object) -> TypeGuard[str]:
 def canonical(value: Any) -> bytes:
     """Canonical JSON as the reference writes it: sorted keys, no spaces, UTF-8.
 
-    The standard library's encoder, because it spells floats as the reference does.
-
-    Raises: ``ValueError`` for NaN, an infinity, and text without a UTF-8 form; ``TypeError`` for
-    what is not a JSON value.
+    The standard library's encoder, because it spells floats as the reference does. Raises
+    ``ValueError`` for NaN, an infinity, and text without a UTF-8 form; ``TypeError`` for what is
+    not a JSON value.
     """
     return json.dumps(
         value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False
@@ -146,7 +145,7 @@ class Data:
 
     __slots__ = ()
     BESIDE: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are no keys of the object."""
+    """Fields that are left out of the object."""
 
     def to_data(self) -> dict[str, Any]:
         """The JSON value, its keys in the order in which they are written."""

@@ -67,14 +67,9 @@ def encode_line(
     kind: str, number: int | None, data_json: bytes, *, seq: int, at: str, prev: str
 ) -> tuple[bytes, str]:
     """The line, newline included, and its sum. ``at`` is ASCII without quotes."""
-    body = b'{"seq":%d,"at":"%s","prev":"%s","kind":"%s","number":%s,"data":%s' % (
-        seq,
-        at.encode(),
-        prev.encode(),
-        kind.encode(),
-        b"null" if number is None else b"%d" % number,
-        data_json,
-    )
+    number_json = b"null" if number is None else b"%d" % number
+    values = (seq, at.encode(), prev.encode(), kind.encode(), number_json, data_json)
+    body = b'{"seq":%d,"at":"%s","prev":"%s","kind":"%s","number":%s,"data":%s' % values
     total = hashlib.sha256(body).hexdigest()
     return b'%s,"sum":"%s"}\n' % (body, total.encode()), total
 
@@ -89,8 +84,8 @@ def line_sum(line: bytes) -> str | None:
 
 
 def begins_with_record(tail: bytes) -> bool:
-    """Whether bytes that are no record begin with a whole one: its newline was overwritten. No
-    write that was cut short leaves that, so such bytes are no torn tail.
+    """Whether bytes that are not a record begin with a whole one: its newline was overwritten. A
+    write that was cut short does not leave that, so such bytes are not a torn tail.
     """
     return any(line_sum(tail[: match.end()]) is not None for match in _A_SUM.finditer(tail))
 
@@ -99,10 +94,8 @@ def decode_line(line: bytes, *, documents: bool = True) -> Line:
     """Reads one line, with or without its newline.
 
     Without ``documents`` the passages of an answer are covered by the sum and otherwise left
-    unread: the fold has no use for them, and they are most of a journal.
-
-    Raises ``LedgerCorrupt`` with the reason: no sum, a sum that differs, or a shape no writer of
-    ours leaves.
+    unread: the fold has no use for them, and they are most of a journal. Raises ``LedgerCorrupt``
+    with the reason: a sum that is missing or differs, or a shape that our writer does not leave.
     """
     body = line.removesuffix(b"\n")
     total = line_sum(body)

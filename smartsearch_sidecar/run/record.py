@@ -85,12 +85,8 @@ class Cause(Data):
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
         """Reads what ``to_data`` wrote, or as much of it as ``latch.json`` holds."""
-        return cls(
-            cause=str(data["cause"]),
-            number=data.get("number"),
-            attempt_consumed=bool(data.get("attempt_consumed")),
-            detail=str(data.get("detail", "")),
-        )
+        consumed, detail = bool(data.get("attempt_consumed")), str(data.get("detail", ""))
+        return cls(str(data["cause"]), data.get("number"), consumed, detail)
 
 
 @dataclass(frozen=True, slots=True)

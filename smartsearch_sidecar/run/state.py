@@ -334,12 +334,10 @@ class RunState:
         self.max_calls = record.max_calls
         self.claim_sha256 = record.claim_sha256
         for name, quotas in (record.reward or {}).items():
-            self.scores.splits[name] = Meter(
-                max_calls=quotas.max_helper_calls,
-                max_output_tokens=quotas.max_output_tokens,
-                max_scores=quotas.max_scores,
-                section="reward" if name == "train" else f"reward.{name}",
-            )
+            section = "reward" if name == "train" else f"reward.{name}"
+            calls, tokens = quotas.max_helper_calls, quotas.max_output_tokens
+            meter = Meter(calls, tokens, max_scores=quotas.max_scores, section=section)
+            self.scores.splits[name] = meter
 
     def _resumed(self, record: kinds.RunResumed) -> None:
         self.restarts += 1

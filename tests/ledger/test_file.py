@@ -196,7 +196,7 @@ def test_link_inside_a_run_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [".", CLAIM, JOURNAL, f"{JOURNAL}/000001.jsonl"])
 @pytest.mark.parametrize("bit", [stat.S_IWGRP, stat.S_IWOTH])
 def test_what_others_can_write_is_refused(tmp_path: Path, name: str, bit: int) -> None:
-    """Nobody could vouch for a ledger that somebody else may have written."""
+    """A ledger that another user could write is refused: its records could not be trusted."""
     run = begun(tmp_path / "run")
     (run / name).chmod(mode(run / name) | bit)
     with raises(errors.RUN_DIRECTORY, match="can be written by others"):
