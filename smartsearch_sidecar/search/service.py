@@ -7,7 +7,7 @@ had gone.
 A request of another trainer's client may hold many searches. It has one slot and one deadline; its
 searches are numbered in their order, each counted and recorded as if it had come alone, and run
 side by side; all of them are answered or the request fails. The first failure closes the latch, and
-a closed latch admits nothing more; searches under way settle.
+a closed latch admits nothing more; each search under way is settled.
 
 Deciding is synchronous: a decision is read off the state, encoded, folded and posted in one step of
 the loop (``ledger/recorder.py``). Code that holds something settles it in the same step in which it
