@@ -24,12 +24,7 @@ TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An HTTP answer.
-
-    Attributes:
-        status: its status code. Every code is an answer; none is raised.
-        value: the JSON value of its body.
-    """
+    """An HTTP answer: its status code, where every code is an answer, and its body's JSON value."""
 
     status: int
     value: Any
@@ -158,11 +153,8 @@ class Client:
         Raises:
             errors.Unreachable: as ``call``.
         """
-        return self.call(
-            "GET",
-            f"/health?settle={settle_seconds:g}",
-            timeout_seconds=self._timeout + settle_seconds,
-        )
+        timeout = self._timeout + settle_seconds
+        return self.call("GET", f"/health?settle={settle_seconds:g}", timeout_seconds=timeout)
 
     def execute(self, query: str, environment: str) -> Answered:
         """``POST /execute`` as a rollout sends it: one search for five passages.

@@ -41,8 +41,7 @@ Type = Literal["counter", "gauge", "histogram"]
 
 # Seconds. The first is under one search of an embedded index, the last over every deadline.
 ANSWER_SECONDS: Final = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
-    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
 HELPER_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 600.0)
 BATCH_RECORDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
@@ -211,7 +210,7 @@ class Observer:
                 step(self, record)
 
     def oldest_score(self) -> float:
-        """Seconds since the oldest score that is not settled was admitted; 0 if there is none."""
+        """Age in seconds of the oldest unsettled score; 0 where every score is settled."""
         return max(0.0, time.monotonic() - min(self._scores.values(), default=float("inf")))
 
     # --- one step a kind --------------------------------------------------------------------------

@@ -97,14 +97,30 @@ class OutboundHttp:
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
-    def open(self) -> aiohttp.ClientSession:
+    def pool(self) -> aiohttp.ClientSession:
         """Makes the pool, once, on the running loop; no connection yet. Raises ``InvariantBroken``
         where it was closed before.
         """
         if self._closed:
             raise errors.INTERNAL_ERROR("a service was asked after its client had been closed")
-        if self._session is None:
-            self._session = self._made()
+        if self._session is not None:
+            return self._session
+        trace = aiohttp.TraceConfig()
+        # The one public sign that a request has got a connection, new or pooled.
+        trace.on_connection_create_end.append(_connected)
+        trace.on_connection_reuseconn.append(_connected)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=self._connections_max, keepalive_timeout=self._keepalive_seconds
+            ),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # The exchange has one deadline, ``until``; a total of aiohttp's would be a second.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
+            headers={"Accept": _JSON, "Accept-Encoding": "identity"},
+            auto_decompress=False,
+            trust_env=False,
+            trace_configs=[trace],
+        )
         return self._session
 
     async def close(self) -> None:
@@ -136,7 +152,7 @@ class OutboundHttp:
             ExchangeFailed: there is no usable answer.
             InvariantBroken: the pool is closed.
         """
-        session = self.open()
+        session = self.pool()
         reached = _Reached()
         try:
             async with asyncio.timeout_at(until):
@@ -155,24 +171,6 @@ class OutboundHttp:
                 )
         except TimeoutError as error:
             raise _failed(ExchangeFault.LATE, reached, error) from error
-
-    def _made(self) -> aiohttp.ClientSession:
-        trace = aiohttp.TraceConfig()
-        # The one public sign that a request has got a connection, new or pooled.
-        trace.on_connection_create_end.append(_connected)
-        trace.on_connection_reuseconn.append(_connected)
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=self._connections_max, keepalive_timeout=self._keepalive_seconds
-            ),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # The exchange has one deadline, ``until``; a total of aiohttp's would be a second.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
-            headers={"Accept": _JSON, "Accept-Encoding": "identity"},
-            auto_decompress=False,
-            trust_env=False,
-            trace_configs=[trace],
-        )
 
 
 async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:

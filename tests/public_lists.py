@@ -17,8 +17,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app as command_line
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.record import Kind
-from smartsearch_sidecar.web.app import PROBES, App
-from smartsearch_sidecar.web.other_clients import SEGMENTS
+from smartsearch_sidecar.web.app import PROBES, SEGMENTS, App
 from smartsearch_sidecar.web.routes import Capabilities
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "public.md"
@@ -69,7 +68,7 @@ def routes() -> set[tuple[str, str]]:
         about={},
     )
     found = {("GET", probe) for probe in PROBES} | {("POST", "/<execute>/execute")}
-    found |= {("POST", f"/<execute>/{segment}") for segment in app._searches._segments}
+    found |= {("POST", f"/<execute>/{segment}") for segment in app._segments}
     for segments, handlers in app._internal._routes.items():
         found |= {(method, "/".join(("/<internal>", *segments))) for method in handlers}
     for segments in app.operator.pages:  # `()` and `("",)` are one route: the page, and its slash

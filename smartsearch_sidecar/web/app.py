@@ -1,8 +1,13 @@
-"""Every request of a run: dispatch by capability, ``/execute``, the probes, what the edge observes.
+"""Every request of a run: dispatch by capability, rollouts, the probes, what the edge observes.
 
-A handler raises only named errors; they become the answers of the table in `routes`. Until the run
-is claimed a rollout waits for it within its deadline; one that could not be served closes the latch
-as soon as there is a run.
+A handler raises only named errors; `errors` says how each is answered. Until the run is claimed a
+rollout waits for it within its deadline; one that could not be served closes the latch as soon as
+there is a run.
+
+The routes of other trainers' clients serve as ``/execute`` does, with two differences. A batch's
+body may be large, so it is parsed before its slot and off the loop. And some clients turn every
+error status into an empty text: such a client is told of a failure in the one way that reaches its
+log (``Form.surfaces`` of the contract).
 
 Apart from the daemon, its one user: routes here, the process there.
 """
@@ -16,16 +21,34 @@ import structlog
 from aiohttp import web
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract.execute import TOP_N
+from smartsearch_sidecar.contract.json import strict_json
+from smartsearch_sidecar.contract.other_clients import (
+    BATCH_BYTES_MAX,
+    Form,
+    read_form,
+    read_searches,
+    render_failure,
+)
 from smartsearch_sidecar.metrics import Observer
+from smartsearch_sidecar.search.service import search_many
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
-from smartsearch_sidecar.web.exchange import answer_json, answer_search, read_body, refuse
 from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.operator import OperatorRoutes
-from smartsearch_sidecar.web.other_clients import SearchRoutes
 from smartsearch_sidecar.web.ready import Ready, ServedRun
-from smartsearch_sidecar.web.routes import Capabilities
+from smartsearch_sidecar.web.routes import (
+    Capabilities,
+    answer_json,
+    answer_search,
+    error_payload,
+    parse,
+    read_body,
+    refuse,
+)
 
 PROBES = frozenset({"/livez", "/readyz"})
+# What stands after the capability, by the name in `execute.routes`.
+SEGMENTS = {"search": ("search", "batch_search"), "retrieve": ("retrieve",)}
 
 
 class App:
@@ -47,7 +70,7 @@ class App:
 
         Args:
             capabilities: the run's two secrets.
-            body_bytes_max: of a rollout's body.
+            body_bytes_max: of a rollout's body; a batch of searches has the contract's bound.
             body_seconds: that any body may take to arrive.
             deadline_seconds: from a rollout's first byte to its answer.
             routes: the key of ``[execute]``: which routes a rollout may ask.
@@ -66,14 +89,8 @@ class App:
         self._internal = InternalRoutes(
             self._ready, observer, self.operator, body_seconds=body_seconds
         )
-        self._searches = SearchRoutes(
-            self._ready,
-            observer,
-            routes,
-            retrieve_topk=retrieve_topk,
-            body_bytes_max=body_bytes_max,
-            body_seconds=body_seconds,
-        )
+        self._segments = {name for route in routes for name in SEGMENTS.get(route, ())}
+        self._top_n = {"search": TOP_N, "batch_search": TOP_N, "retrieve": retrieve_topk}
 
     def serve(self, run: ServedRun) -> None:
         """Open the door to the claimed run. A failure from before closes its latch now."""
@@ -122,8 +139,8 @@ class App:
             if request.method != "POST":
                 raise errors.METHOD_NOT_ALLOWED("rollouts post")
             (segment,) = target.segments
-            if self._searches.serves(segment):
-                return await self._searches.answer(request, segment)
+            if segment in self._segments:
+                return await self._search(request, segment)
             raise errors.NOT_FOUND("a rollout asked for a route that is not served")
         except errors.SidecarError as exc:
             return await self._settled(request, exc)
@@ -147,6 +164,25 @@ class App:
         except errors.SidecarError as exc:
             return await self._settled(request, exc)
         return answer_search(request, run, found, "execute")
+
+    async def _search(self, request: EdgeRequest, segment: str) -> Reply:
+        """Serves another client's request, or refuses it in the form that client notices."""
+        form: Form | None = None
+        try:
+            bytes_max = self._body_bytes_max if segment == "search" else BATCH_BYTES_MAX
+            body = await read_body(request, bytes_max, self._body_seconds)
+            value = await parse(body, strict_json)
+            form = read_form(segment, value)
+            asked = read_searches(form, value, self._top_n[segment])
+            run = await self._ready.wait(request.began)
+            found = await search_many(run.service, asked, began=request.began, gone=request.gone)
+        except errors.SidecarError as exc:
+            answered = await self._ready.settle(exc)
+            self.observer.requests[segment, answered.code] += 1
+            if form is not None and form.surfaces:
+                return request.refuse(200, render_failure(error_payload(answered)))
+            return refuse(request, answered)
+        return answer_search(request, run, found, segment)
 
     def _probe(self, request: EdgeRequest, raw: str) -> Reply:
         if request.method != "GET":

@@ -20,10 +20,9 @@ from smartsearch_sidecar.gate.health import health_report
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring.service import Scoring, as_reward_failure
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
-from smartsearch_sidecar.web.exchange import answer_json, parse, read_body
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.ready import Ready
-from smartsearch_sidecar.web.routes import Target
+from smartsearch_sidecar.web.routes import Target, answer_json, parse, read_body
 
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 OPERATOR_BYTES_MAX = 65536  # a reason, a path

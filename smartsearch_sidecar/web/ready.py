@@ -162,6 +162,6 @@ class Ready:
                 await self.run.service.run.recorder.refuse(exc)
             except errors.LedgerFailed as failure:
                 return failure
-        elif exc.cause is not None:
-            self._early = self._early or exc
+        else:
+            self.close_latch(exc)
         return exc

@@ -30,7 +30,7 @@ from smartsearch_sidecar.run.state import RunState
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.edge.runtime import listen
 from smartsearch_sidecar.web.edge.server import EdgeServer
-from smartsearch_sidecar.web.routes import Capabilities, declared_length, require_json
+from smartsearch_sidecar.web.routes import Capabilities, read_body
 from tests.benchmarks.instant import Instant
 from tests.fakes.served import ENVIRONMENT, INTERNAL_CAPABILITY
 
@@ -96,12 +96,7 @@ class Stack:
         """One request, as ``web/app.py`` takes it."""
         if not self._capabilities.is_execute(request.raw_target):
             return request.refuse(401, b"{}")
-        headers = request.headers
-        length = declared_length(
-            "Transfer-Encoding" in headers, headers.getall("Content-Length", []), BODY_BYTES_MAX
-        )
-        require_json(headers.get("Content-Type", ""))
-        body = await request.body(length, 10)
+        body = await read_body(request, BODY_BYTES_MAX, 10)
         payload = self._payload
         if self._number >= PARSE:
             payload = await self._answer(parse_execute(body, self._rules), request.began)

@@ -14,9 +14,11 @@ import aiohttp
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.operator import KEPT, LISTED_A_TICK, VIEWERS_MAX
-from smartsearch_sidecar.web.page_series import (
+from smartsearch_sidecar.web.operator import (
     COLUMNS,
+    KEPT,
+    LISTED_A_TICK,
+    VIEWERS_MAX,
     WHOLE_ROWS,
     PageSeries,
     Snapshot,
