@@ -26,7 +26,6 @@ from smartsearch_sidecar.commands import (
     serve,
 )
 
-_HELP = "Search and rewards beside a trainer node: recorded first, failing closed."
 _ORDER = (
     "A run, in order: index build, init, doctor, rehearse, serve, check (or checkpoint) before "
     "each checkpoint, ledger verify. Exit codes: 0 fine, 1 the answer is no, 2 wrong use or "
@@ -35,7 +34,7 @@ _ORDER = (
 
 app = typer.Typer(
     name="smartsearch-sidecar",
-    help=_HELP,
+    help="Search and rewards beside a trainer node: recorded first, failing closed.",
     epilog=_ORDER,
     rich_markup_mode="markdown",  # "rich" would swallow the name of a section: [execute]
     no_args_is_help=True,
@@ -59,19 +58,13 @@ def _root(
     """The words above are Typer's ``help``: this callback only takes --version."""
 
 
-app.command("serve")(serve.serve)
-app.command("demo")(demo.demo)
-app.command("init")(init.init)
-app.command("doctor")(doctor.doctor)
-app.command("rehearse")(rehearse.rehearse)
-app.command("url")(check.url)
-app.command("check")(check.check)
-app.command("checkpoint")(check.checkpoint)
-app.command("latch")(check.latch)
-app.add_typer(canaries.app, name="canaries")
-app.add_typer(env.app, name="env")
-app.add_typer(index.app, name="index")
-app.add_typer(ledger.app, name="ledger")
+for command in (
+    *(serve.serve, demo.demo, init.init, doctor.doctor, rehearse.rehearse),
+    *(check.url, check.check, check.checkpoint, check.latch),
+):
+    app.command()(command)
+for group in (canaries.app, env.app, index.app, ledger.app):
+    app.add_typer(group)
 
 
 def main() -> None:

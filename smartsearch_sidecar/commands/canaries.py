@@ -14,7 +14,11 @@ from smartsearch_sidecar.config import load
 from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.retrieval.canaries import Canary, dump, record
 
-app = typer.Typer(no_args_is_help=True, help="Pinned questions that defend a retriever's identity.")
+app = typer.Typer(
+    name="canaries",
+    no_args_is_help=True,
+    help="Pinned questions that defend a retriever's identity.",
+)
 
 QUESTIONS_MAX = 1000  # asked one by one on a timer: more would load the retriever
 

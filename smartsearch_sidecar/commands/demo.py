@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
+import signal
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,6 @@ from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 
 if TYPE_CHECKING:
-    from smartsearch_sidecar.process.daemon import Daemon
     from smartsearch_sidecar.search.service import Service
 
 QUESTION = "Who discovered penicillin?"
@@ -41,60 +41,49 @@ def demo(
     """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
     from smartsearch_sidecar.process import daemon
 
-    _require(config)
+    if not config.is_file():
+        raise errors.USAGE(
+            f"there is no {config} here: start the demo in the repository (`make run`), or name a "
+            "configuration with --config"
+        )
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     overrides: dict[str, Any] = {"run.directory": str(Path("runs") / f"demo-{stamp}")}
     if port is not None:
         overrides["server.port"] = port
     loaded = load(config, overrides=overrides)
-    console = Console()
     if loaded.retrieval.bm25.index is not None:
         build_if_missing(corpus, loaded.retrieval.bm25.index)
 
     failures: list[errors.SidecarError] = []
 
-    def ready(endpoints: Endpoints, service: Service) -> None:
+    def ready(endpoints: Endpoints, _service: Service) -> None:
         # The question goes over HTTP, as a rollout's does; the loop's thread must not wait for it.
         def ask() -> None:
             try:
-                _show(console, loaded, endpoints, question)
+                _show(loaded, endpoints, question)
             except errors.SidecarError as exc:
                 failures.append(exc)
             if once or failures:
-                loop.call_soon_threadsafe(stop)
+                os.kill(os.getpid(), signal.SIGTERM)  # the daemon's own handler stops it in order
 
-        loop = asyncio.get_running_loop()
         threading.Thread(target=ask, name="demo-question", daemon=True).start()
-
-    stop: Any = None
-
-    def hold(served: Daemon) -> None:
-        nonlocal stop
-        stop = served.stop
 
     with verification() as progress:
         code = daemon.serve_until_stopped(
-            loaded, progress=progress, on_ready=ready, on_built=hold, pretty_logs=True
+            loaded, progress=progress, on_ready=ready, pretty_logs=True
         )
     if failures:
         raise failures[0]
     raise typer.Exit(code)
 
 
-def _require(config: Path) -> None:
-    if not config.is_file():
-        raise errors.USAGE(
-            f"there is no {config} here: start the demo in the repository (`make run`), or name a "
-            "configuration with --config"
-        )
-
-
-def _show(console: Console, config: Config, endpoints: Endpoints, question: str) -> None:
+def _show(config: Config, endpoints: Endpoints, question: str) -> None:
     answer = Client(endpoints.sandbox_url).execute(question, config.execute.environment)
     if answer.status != 200:
         raise errors.INTERNAL_ERROR(
             f"the example question was refused: {answer.value['error']['message']}"
         )
+    console = Console()
     console.print()
     console.print(Text("A rollout asks: ", style="dim").append(question, style="bold"))
     for position, passage in enumerate(answer.value["result"].split("\n\n"), 1):

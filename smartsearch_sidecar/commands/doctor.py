@@ -56,9 +56,11 @@ def doctor(
     except errors.ConfigError as exc:
         findings = [error("configuration", exc.message)]
     else:
+        # Not on every system: the finding then says that the filesystem is not known.
+        mounts = MOUNTS.read_text("utf-8", "surrogateescape") if MOUNTS.exists() else ""
         with verification() as progress:
             findings = examine(
-                loaded, options, environ=os.environ, mounts=_mounts(), progress=progress
+                loaded, options, environ=os.environ, mounts=mounts, progress=progress
             )
     bad = any(finding.level is Level.ERROR for finding in findings)
     if as_json:
@@ -69,24 +71,15 @@ def doctor(
     raise typer.Exit(1 if bad else 0)
 
 
-def _mounts() -> str:
-    try:
-        return MOUNTS.read_text("utf-8", "surrogateescape")
-    except OSError:
-        return ""  # not on this system: the finding then says that the filesystem is not known
-
-
 def _print(findings: Sequence[Finding]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
-        first, *others = finding.text.splitlines()
+        lines = f"\n{'':24}".join(finding.text.splitlines())
         console.print(
             Text(f"{finding.level.value:<8}", style=STYLES[finding.level])
             .append(f"{finding.name:<16}", style="bold")
-            .append(first, style="default")
+            .append(lines, style="default")
         )
-        for line in others:
-            console.print(Text(f"{'':24}{line}"))
         if finding.remedy is not None:
             console.print(Text(f"{'':24}-> ", style="dim").append(finding.remedy, style="default"))
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -46,34 +46,18 @@ class Environment:
         return _DEFINES.search(self.text) is not None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Census:
-    """Counts of a dataset: all rows, rows without an environment, environments by digest."""
+    """Counts of a dataset: all rows, rows without an environment; the most frequent one first."""
 
-    rows: int = 0
-    without: int = 0
-    found: dict[str, Environment] = field(default_factory=dict)
-    _digests: dict[str, str] = field(default_factory=dict)  # by text: most rows repeat one
+    rows: int
+    without: int
+    environments: list[Environment]
 
-    def add(self, text: str | None) -> None:
-        """Counts one row. Raises ``UsageError`` over ``ENVIRONMENTS_MAX``."""
-        self.rows += 1
-        if text is None:
-            self.without += 1
-            return
-        digest = self._digests.get(text)
-        if digest is None:
-            digest = self._digests[text] = _digest(text, self.rows)
-            if len(self._digests) > ENVIRONMENTS_MAX:
-                raise errors.USAGE(
-                    f"more than {ENVIRONMENTS_MAX:,} different environments in {self.rows:,} rows: "
-                    "this dataset has one per row, and the sidecar serves wikipedia_search alone"
-                )
-        self.found.setdefault(digest, Environment(digest, text)).rows += 1
-
-    def ordered(self) -> list[Environment]:
-        """The most frequent first."""
-        return sorted(self.found.values(), key=lambda one: (-one.rows, one.sha256))
+    @property
+    def accepted(self) -> list[str]:
+        """The digests of those that the sidecar serves."""
+        return [one.sha256 for one in self.environments if one.serves]
 
 
 def _digest(text: str, row: int) -> str:
@@ -100,24 +84,39 @@ def digest(
     holds no environment.
     """
     census = take(dataset)
-    environments = census.ordered()
     if as_json:
         typer.echo(json.dumps(_json(census), indent=2))
     else:
-        for line in _words(census, len(environments) if everything else SHOWN):
+        for line in _words(census, len(census.environments) if everything else SHOWN):
             typer.echo(line)
-    raise typer.Exit(0 if environments else 1)
+    raise typer.Exit(0 if census.environments else 1)
 
 
 def take(dataset: Path) -> Census:
     """Counts a file's environments. Raises ``UsageError`` with the row where it cannot be read."""
-    census = Census()
+    rows = without = 0
+    by_text: dict[str, Environment] = {}  # most rows repeat one text: each is digested once
+    by_digest: dict[str, Environment] = {}
     try:
         for row in parquet_rows(dataset, COLUMNS) if is_parquet(dataset) else _jsonl(dataset):
-            census.add(_environment(row))
+            rows += 1
+            text = _environment(row)
+            if text is None:
+                without += 1
+                continue
+            if text not in by_text:
+                digest = _digest(text, rows)
+                by_text[text] = by_digest.setdefault(digest, Environment(digest, text))
+            if len(by_text) > ENVIRONMENTS_MAX:
+                raise errors.USAGE(
+                    f"more than {ENVIRONMENTS_MAX:,} different environments in {rows:,} rows: "
+                    "this dataset has one per row, and the sidecar serves wikipedia_search alone"
+                )
+            by_text[text].rows += 1
     except OSError as error:
         raise errors.USAGE(f"{dataset} cannot be read: {error.strerror or error}") from None
-    return census
+    ordered = sorted(by_digest.values(), key=lambda one: (-one.rows, one.sha256))
+    return Census(rows, without, ordered)
 
 
 def _environment(row: Mapping[str, Any]) -> str | None:
@@ -149,10 +148,6 @@ def _jsonl(dataset: Path) -> Iterator[Mapping[str, Any]]:
 # --- words ----------------------------------------------------------------------------------------
 
 
-def _accepted(census: Census) -> list[str]:
-    return [one.sha256 for one in census.ordered() if one.serves]
-
-
 def _json(census: Census) -> dict[str, Any]:
     return {
         "rows": census.rows,
@@ -164,14 +159,14 @@ def _json(census: Census) -> dict[str, Any]:
                 "defines_wikipedia_search": one.serves,
                 "text": one.text,
             }
-            for one in census.ordered()
+            for one in census.environments
         ],
-        "accepted_environment_sha256": _accepted(census),
+        "accepted_environment_sha256": census.accepted,
     }
 
 
 def _words(census: Census, shown: int) -> Iterator[str]:
-    environments = census.ordered()
+    environments = census.environments
     yield f"{_count(census.rows, 'row')}, {_count(len(environments), 'environment')}"
     if census.without:
         yield f"{_count(census.without, 'row')} without one (no extra_info.env, no env)"
@@ -183,7 +178,7 @@ def _words(census: Census, shown: int) -> Iterator[str]:
             yield f"    {printable(line, len(line))}".rstrip()
     if len(environments) > shown:
         yield f"\n... and {_count(len(environments) - shown, 'environment')} more: use --all"
-    if digests := _accepted(census):
+    if digests := census.accepted:
         yield "\nRead the text, then put this under [execute] of the configuration:\n"
         yield f"accepted_environment_sha256 = {json.dumps(digests)}"
 

@@ -78,21 +78,9 @@ def build_if_missing(corpus: Path, out: Path) -> None:
 
 
 def _build(corpus: Path, out: Path, form: Format | None) -> Manifest:
+    """SIGTERM stops like Ctrl-C. Signals after the first do not disturb the cleanup."""
     from smartsearch_sidecar.retrieval.bm25.build import build as build_index
 
-    with _signals() as received, _progress() as progress:
-        try:
-            return build_index(corpus, out, form=form, progress=progress)
-        except KeyboardInterrupt:
-            stopped = received[0] if received else signal.SIGINT
-    left = "is complete" if out.exists() else "was not made, and nothing was left behind"
-    print(f"stopped: {out} {left}", file=sys.stderr)
-    raise typer.Exit(128 + stopped)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM stops like Ctrl-C. Signals after the first do not disturb the cleanup."""
     received: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -102,7 +90,12 @@ def _signals() -> Iterator[list[int]]:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        with _progress() as progress:
+            return build_index(corpus, out, form=form, progress=progress)
+    except KeyboardInterrupt:
+        left = "is complete" if out.exists() else "was not made, and nothing was left behind"
+        print(f"stopped: {out} {left}", file=sys.stderr)
+        raise typer.Exit(128 + (received[0] if received else signal.SIGINT)) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -302,16 +302,7 @@ def _text(plan: Plan, index: Path | None, port: int) -> str:
         directory = "# directory: each node's own, on its own disk; `--run-dir` names it"
         # Enforced, as each node knows the answers of all: it finds a block that no node gave.
         provenance = 'provenance = "enforce"\n'
-        cluster = f"""\
-# One run over all nodes: every quota in this file is the run's, and nodes lease from it in blocks.
-# Another run needs another run_id, as it needs another directory.
-[cluster]
-{tomli_w.dumps({"nats_url": plan.nats_url}).rstrip()}  # may hold a password: this file is 0600
-run_id = "{plan.run_id}"  # or {env_name("cluster.run_id")}
-lease_block = {sizes.lease_block}
-# node: each node's own name. Set {NODE_VARIABLE} where the node is started.
-
-"""
+        cluster = _cluster(plan.nats_url, plan.run_id, sizes.lease_block)
     return f"""\
 # Written by `smartsearch-sidecar init`. Every key: config/README.md of the sidecar.
 #
@@ -354,6 +345,19 @@ enabled = false  # true once the lines with marks below are filled in
 # url = "http://127.0.0.1:30000"
 # model = "the name it is served under"
 # model_sha256 = "of its weights, as you declare them"
+"""
+
+
+def _cluster(nats_url: str, run_id: str | None, lease_block: int) -> str:
+    return f"""\
+# One run over all nodes: every quota in this file is the run's, and nodes lease from it in blocks.
+# Another run needs another run_id, as it needs another directory.
+[cluster]
+{tomli_w.dumps({"nats_url": nats_url}).rstrip()}  # may hold a password: this file is 0600
+run_id = "{run_id}"  # or {env_name("cluster.run_id")}
+lease_block = {lease_block}
+# node: each node's own name. Set {NODE_VARIABLE} where the node is started.
+
 """
 
 

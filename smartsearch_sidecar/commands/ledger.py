@@ -34,7 +34,9 @@ from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
 from smartsearch_sidecar.ledger.verify import verify as verify_run
 
 app = typer.Typer(
-    no_args_is_help=True, help="Read a run's ledger: verify, show, export, replay. Never writes."
+    name="ledger",
+    no_args_is_help=True,
+    help="Read a run's ledger: verify, show, export, replay. Never writes.",
 )
 
 STYLES = {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -70,7 +69,7 @@ def rehearse(
     loaded = load(config)
     found = _named(loaded, questions)  # read before anything is started
     with _folder(loaded) as folder:
-        result, source = _run(loaded, folder, ranks, seconds, found)
+        result, source = _run(loaded, Path(folder), ranks, seconds, found)
     why = reasons(result, loaded)
     if as_json_:
         typer.echo(json.dumps({**as_json(result, loaded), "questions": source}, indent=2))
@@ -79,8 +78,7 @@ def rehearse(
     raise typer.Exit(1 if why else 0)
 
 
-@contextmanager
-def _folder(config: Config) -> Iterator[Path]:
+def _folder(config: Config) -> TemporaryDirectory[str]:
     """A private folder, on the run's own disk where that can be written: a sync there costs what it
     costs in the run.
     """
@@ -88,11 +86,7 @@ def _folder(config: Config) -> Iterator[Path]:
     parent = None if directory is None else directory.parent
     if parent is not None and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
         parent = None
-    folder = Path(tempfile.mkdtemp(prefix="smartsearch-rehearsal-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    return TemporaryDirectory(prefix="smartsearch-rehearsal-", dir=parent)
 
 
 def _run(
@@ -212,12 +206,12 @@ def _report(result: LoadTestResult, config: Config, why: list[str], source: str)
 def questions_of_file(path: Path) -> list[str]:
     """The first questions of a file: the trainer's Parquet, JSONL with ``question``, or lines.
 
-    Raises ``UsageError`` where there are none.
+    Raises ``UsageError`` where it has no questions.
     """
     found: list[str] = []
     try:
         for question in _each_question(path):
-            if question.strip():
+            if isinstance(question, str) and question.strip():
                 found.append(question.strip())
             if len(found) == QUESTIONS_MAX:
                 break
@@ -230,26 +224,17 @@ def questions_of_file(path: Path) -> list[str]:
     return found
 
 
-def _each_question(path: Path) -> Iterator[str]:
+def _each_question(path: Path) -> Iterator[Any]:
     if is_parquet(path):
-        for row in parquet_rows(path, ["question"]):
-            question = row.get("question")
-            yield question if isinstance(question, str) else ""
+        yield from (row.get("question") for row in parquet_rows(path, ["question"]))
         return
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            yield _question_of_line(line)
-
-
-def _question_of_line(line: str) -> str:
-    if not line.lstrip().startswith("{"):
-        return line
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return line
-    question = value.get("question")
-    return question if isinstance(question, str) else ""
+            question = line
+            if line.lstrip().startswith("{"):
+                with suppress(ValueError):  # then it is a plain line
+                    question = json.loads(line).get("question")
+            yield question
 
 
 def questions_of_corpus(client: Client, config: Config) -> list[str]:

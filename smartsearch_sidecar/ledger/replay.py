@@ -7,6 +7,8 @@ A frozen corpus answers alike for ever. Where it does not, the difference is one
   that, and neither order is more right.
 - *reordered*: the same documents in another order that no tie explains.
 - *different*: anything else. Also a document whose text changed.
+
+Apart from the command, its one user: it knows no terminal.
 """
 
 from __future__ import annotations
