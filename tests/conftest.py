@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import os
+import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import uvloop
-from blockbuster import BlockBusterFunction, blockbuster_ctx
+from blockbuster import BlockBuster, BlockBusterFunction
 
 from tests.fakes.pinned_scorer import MISSING
 
@@ -64,10 +67,26 @@ BEFORE_AND_AFTER: dict[str, set[str]] = {
     "smartsearch_sidecar/retrieval/canaries.py": {"load"},
 }
 
+# A sync costs a real disk a millisecond and memory nothing. What the tests write is some 50 MB.
+MEMORY = Path("/dev/shm")
+MEMORY_BYTES = 2 * 1024**3
+
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
 }
+
+
+def pytest_configure() -> None:
+    """Temporary folders are in memory, where there is enough and no folder was named."""
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made stays until the end: the garbage collector need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_asyncio_loop_factories(
@@ -115,31 +134,34 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         pytest.fail(f"it started {started}: mark it with @pytest.mark.process")
 
 
+@functools.cache
+def _detector() -> BlockBuster:
+    """Only calls made from the package count: a test may read a file.
+
+    The detector does not know the calls that cost a ledger most, so the two syncs are added to it.
+    """
+    detector = BlockBuster("smartsearch_sidecar")
+    for name in ("fsync", "fdatasync"):
+        sync = BlockBusterFunction(os, name, scanned_modules="smartsearch_sidecar")
+        detector.functions[f"os.{name}"] = sync
+    for call in detector.functions.values():
+        for place, functions in BEFORE_AND_AFTER.items():
+            call.can_block_in(place, functions)
+    return detector
+
+
 @pytest.fixture(autouse=True)
 def nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test in which this package blocks a running event loop.
-
-    Only calls made from the package count: a test may read a file. The detector does not know the
-    calls that cost a ledger most, so the two syncs are added to it.
-    """
+    """Fails a test in which this package blocks a running event loop."""
     if request.node.get_closest_marker("may_block"):
         yield
         return
-    with blockbuster_ctx("smartsearch_sidecar") as detector:
-        syncs = [
-            BlockBusterFunction(os, name, scanned_modules="smartsearch_sidecar")
-            for name in ("fsync", "fdatasync")
-        ]
-        for call in (*detector.functions.values(), *syncs):
-            for place, functions in BEFORE_AND_AFTER.items():
-                call.can_block_in(place, functions)
-        for sync in syncs:
-            sync.activate()
-        try:
-            yield
-        finally:
-            for sync in syncs:
-                sync.deactivate()
+    detector = _detector()
+    detector.activate()
+    try:
+        yield
+    finally:
+        detector.deactivate()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -86,8 +86,27 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_bytes(), filename=named(path))
 
 
-def texts() -> Iterator[tuple[str, int, str]]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's syntax tree."""
+    return tuple(ast.walk(tree(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_go() -> Iterator[None]:
+    """A million nodes that stayed would be walked by the garbage collector in every later test."""
+    yield
+    for kept in (tree, nodes, texts):
+        kept.cache_clear()
+
+
+@cache
+def texts() -> tuple[tuple[str, int, str], ...]:
     """Every line of every tracked text file: name, number, line."""
+    return tuple(_texts())
+
+
+def _texts() -> Iterator[tuple[str, int, str]]:
     for path in tracked():
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -99,7 +118,7 @@ def texts() -> Iterator[tuple[str, int, str]]:
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method of a file."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -107,7 +126,7 @@ def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def imported(path: Path) -> set[str]:
     """Every module a file imports, and every name it takes from one, dotted."""
     names: set[str] = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -263,7 +282,7 @@ def test_no_assert_in_the_package() -> None:
     asserts = [
         f"{named(path)}:{node.lineno}"
         for path in python(PACKAGE)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Assert)
     ]
     assert not asserts
@@ -291,7 +310,7 @@ def test_only_named_rooms_open_files() -> None:
     for path in python(PACKAGE):
         if any(named(path) == room or named(path).startswith(f"{room}/") for room in OPENS_FILES):
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call):
                 called = node.func
                 name = (
@@ -308,7 +327,7 @@ def test_each_half_of_aiohttp_stays_in_its_rooms() -> None:
         name, names = named(path), imported(path)
         attributes = {
             f"{node.value.id}.{node.attr}"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         server = {one for one in names | attributes if re.match(r"aiohttp\.(web|web_\w+)\b", one)}
@@ -321,12 +340,10 @@ def test_aiohttps_insides_are_leaned_on_in_one_room() -> None:
     """Outside ``web/edge/`` only what aiohttp documents is imported: itself and ``aiohttp.web``."""
     for path in python(PACKAGE):
         modules = {
-            node.module
-            for node in ast.walk(tree(path))
-            if isinstance(node, ast.ImportFrom) and node.module
+            node.module for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.module
         } | {
             name
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.Import)
             for name in (alias.name for alias in node.names)
         }

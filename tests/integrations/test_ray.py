@@ -67,9 +67,9 @@ class Driver:
         self.runs: dict[str, ray_sidecars.Sidecars] = {}
         os.environ["RAY_TMPDIR"] = folder
         for number in range(NODES):
-            self.add(
-                str(number), connect=False, **({"include_dashboard": False} if not number else {})
-            )
+            # No dashboard, and no autoscaler to watch nodes that come and go by hand.
+            head = {} if number else {"include_dashboard": False, "no_monitor": True}
+            self.add(str(number), connect=False, **head)
         ray.init(address=self.cluster.address, logging_level=logging.WARNING)
 
     def add(self, tag: str, *, connect: bool = True, **keys: Any) -> str:
@@ -163,7 +163,13 @@ class Ray:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.integrations.test_ray", str(folder)],
-                env={**environment(), "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"},
+                env={
+                    **environment(),
+                    "RAY_TMPDIR": str(folder),
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    # No worker before there is work for one.
+                    "RAY_prestart_worker_first_driver": "0",
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
