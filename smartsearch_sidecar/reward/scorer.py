@@ -37,7 +37,6 @@ EXTRACTION: Final = "get_model_score"
 
 STOP: Final = "</answer>"
 """What the helper stops at and therefore does not return; the source appends it to every text."""
-
 _PLACEHOLDER: Final = f"<answer>0{STOP}"
 """What the first pass answers; its rewards are thrown away."""
 
