@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from smartsearch_sidecar.config import loading, model
+from smartsearch_sidecar.config import Config, loading, model
 
 INTRODUCTION = """\
 # Configuration
@@ -56,10 +58,22 @@ def _table(title: str, keys: list[str], about: str = "") -> str:
     lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for key in keys:
         name = key.rpartition(".")[2]
-        field = model.FIELDS[key]
-        meaning = " ".join((field.description or "").split())
-        lines.append(f"| `{name}` | {_default(key)} | {model.allowed(key)} | {meaning} |")
+        lines.append(f"| `{name}` | {_default(key)} | {model.allowed(key)} | {meaning(key)} |")
     return "\n".join(lines) + "\n"
+
+
+def meaning(key: str) -> str:
+    """The text that stands below a key in its section's source, on one line."""
+    section, _, name = key.rpartition(".")
+    for kind in (model.SECTIONS[section] if section else Config).__mro__:
+        if name in vars(kind).get("__annotations__", {}):
+            source = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+            assert isinstance(source, ast.ClassDef)
+            for declared, text in zip(source.body, source.body[1:], strict=False):
+                named = isinstance(declared, ast.AnnAssign) and ast.unparse(declared.target) == name
+                if named and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    return " ".join(str(text.value.value).split())
+    raise LookupError(f"no text stands below {key}")
 
 
 def _default(key: str) -> str:

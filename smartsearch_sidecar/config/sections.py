@@ -24,13 +24,9 @@ MIB: Final = 1024 * 1024
 class Section(BaseModel):
     """A section: frozen, strict, without unknown keys, and silent about values in errors."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        hide_input_in_errors=True,
-        use_attribute_docstrings=True,  # the text below a key is its description
-    )
+    # The text below a key is for `make readme`, which reads the source: pydantic's own option would
+    # do that at every start, for 60 ms.
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 # --- ways to declare a key ------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.canaries import (
     CANARY_SECONDS,
     Canary,
     CanaryWatch,
 )
+from tests.fakes.key_table import meaning
 from tests.fakes.raised import raises
 
 
@@ -283,9 +283,7 @@ async def test_the_timer_asks_again_and_again_until_the_identity_has_changed() -
 
 def test_the_configuration_says_how_often() -> None:
     """The time between two rounds has no key, so the key of the file names it."""
-    said = FlashRagSection.model_fields["canaries"].description
-    assert said is not None
-    assert f"every {CANARY_SECONDS:g} s" in said
+    assert f"every {CANARY_SECONDS:g} s" in meaning("retrieval.flashrag.canaries")
 
 
 async def test_closing_ends_the_rounds_in_the_middle_of_one() -> None:

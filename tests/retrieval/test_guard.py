@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.config import RetrievalSection
 from smartsearch_sidecar.retrieval.guard import (
     RETRY_GROWTH,
     RETRY_SECONDS,
@@ -22,6 +21,7 @@ from smartsearch_sidecar.retrieval.guard import (
 )
 from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from smartsearch_sidecar.run.json_values import is_text
+from tests.fakes.key_table import meaning
 from tests.fakes.provider import FakeProvider
 from tests.fakes.raised import raises
 from tests.fakes.until import until
@@ -226,8 +226,7 @@ def test_transport_faults_are_tried_again_after_growing_pauses() -> None:
 
 def test_the_configuration_says_how_long_the_pauses_are() -> None:
     """They have no keys, so the key of their number names them."""
-    said = RetrievalSection.model_fields["retries"].description
-    assert said is not None
+    said = meaning("retrieval.retries")
     pauses = RETRY_SECONDS, RETRY_SECONDS * RETRY_GROWTH, RETRY_SECONDS_MAX
     assert "{:g} s, {:g} s, then {:g} s".format(*pauses) in said
 
