@@ -63,12 +63,7 @@ class HelperDispatch:
         """Calls that are sent and not yet settled."""
 
     async def ask_all(
-        self,
-        prompts: Sequence[str],
-        *,
-        before: Before,
-        after: After,
-        deadline: float,
+        self, prompts: Sequence[str], *, before: Before, after: After, deadline: float
     ) -> list[str]:
         """The helper's texts (without the stop string), in the order of ``prompts``.
 
