@@ -79,11 +79,6 @@ class EdgeConnection(web.RequestHandler):
         self._poller: select.poll | None = None
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop it runs on."""
-        return self._loop
-
-    @property
     def draining(self) -> bool:
         """Whether its server is ending its connections."""
         return self.server.draining
@@ -373,13 +368,10 @@ class EdgeServer(web.Server):
     ) -> None:
         """Make a server that no connection can reach before `runtime.listen`.
 
-        Args:
-            handler: answers every request; what it raises is answered with a constant 500.
-            capability_marker: ``b"/" + execute capability + b"/"``; a connection whose bytes hold
-                it is no stranger's.
-            keepalive_seconds: bounds idle connections, and headers that do not become whole.
-            connections_max: connections open at once.
-            stall_seconds: a peer that takes no byte for as long is dropped by the kernel.
+        What ``handler`` raises is answered with a constant 500. A connection whose bytes hold
+        ``capability_marker`` (``b"/" + execute capability + b"/"``) is no stranger's.
+        ``keepalive_seconds`` bounds idle connections, and headers that do not become whole; the
+        kernel drops a peer that takes no byte for ``stall_seconds``.
 
         Raises:
             InvariantBroken: the marker is empty, or a bound is zero.
