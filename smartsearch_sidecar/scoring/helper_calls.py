@@ -63,15 +63,11 @@ class HelperDispatch:
     ) -> list[str]:
         """The helper's texts (without the stop string), in the order of ``prompts``.
 
-        Args:
-            before: reserves the first of these calls, as many as fit and at least one, and returns
-                their numbers once their records are synced. It may wait for quota, and be cancelled
-                while it waits; from the moment it has reserved it must end with the numbers or with
-                an error it has settled itself (``to_the_end``).
-            after: settles calls, by the helper's answer or by what was raised instead:
-                ``HelperFault.usage`` is what it cost, if known; ``HelperNotSent`` cost nothing.
-            deadline: seconds of the loop's clock; nothing is sent after it, and no exchange
-                outlasts it.
+        ``before`` may wait for quota, and be cancelled while it waits; from the moment it has
+        reserved it must end with the numbers, their records synced, or with an error it has settled
+        itself (``to_the_end``). ``after`` settles by the helper's answer or by what was raised:
+        ``HelperFault.usage`` is what it cost, if known; ``HelperNotSent`` cost nothing. Nothing is
+        sent after ``deadline`` (of the loop's clock), and no exchange outlasts it.
 
         Raises what failed first: a ``HelperFault``, or what a hook raised. Further failures are
         noted on it.

@@ -25,15 +25,9 @@ import structlog
 from aiohttp import web
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract import other_clients
 from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.contract.json import strict_json
-from smartsearch_sidecar.contract.other_clients import (
-    BATCH_BYTES_MAX,
-    Form,
-    read_form,
-    read_searches,
-    render_failure,
-)
 from smartsearch_sidecar.contract.reward import RewardItem, parse_reward, parse_reward_batch
 from smartsearch_sidecar.gate.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
 from smartsearch_sidecar.gate.health import health_report
@@ -176,20 +170,22 @@ class App:
 
     async def _search(self, request: EdgeRequest, segment: str) -> Reply:
         """Serves another client's request, or refuses it in the form that client notices."""
-        form: Form | None = None
+        form: other_clients.Form | None = None
         try:
-            bytes_max = self._body_bytes_max if segment == "search" else BATCH_BYTES_MAX
+            bytes_max = (
+                self._body_bytes_max if segment == "search" else other_clients.BATCH_BYTES_MAX
+            )
             body = await read_body(request, bytes_max, self._body_seconds)
             value = await parse(body, strict_json)
-            form = read_form(segment, value)
-            asked = read_searches(form, value, self._top_n[segment])
+            form = other_clients.read_form(segment, value)
+            asked = other_clients.read_searches(form, value, self._top_n[segment])
             run = await self._ready.wait(request.began)
             found = await search_many(run.service, asked, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:
             answered = await self._ready.settle(exc)
             self.observer.requests[segment, answered.code] += 1
             if form is not None and form.surfaces:
-                return request.refuse(200, render_failure(error_payload(answered)))
+                return request.refuse(200, other_clients.render_failure(error_payload(answered)))
             return refuse(request, answered)
         return answer_search(request, run, found, segment)
 

@@ -11,14 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, metrics_core
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
 from prometheus_client.registry import Collector
 
 from smartsearch_sidecar import __version__
@@ -29,9 +23,9 @@ from smartsearch_sidecar.web.ready import ServedRun, quotas
 # A name, the labels' values, and what `add_metric` takes: a number, or a histogram's `sample`.
 Sample = tuple[Any, ...]
 FAMILIES: Final[dict[str, Any]] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
+    "counter": metrics_core.CounterMetricFamily,
+    "gauge": metrics_core.GaugeMetricFamily,
+    "histogram": metrics_core.HistogramMetricFamily,
 }
 
 
@@ -47,7 +41,7 @@ class _Run(Collector):
     def __init__(self, run: ServedRun) -> None:
         self._served = run
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[metrics_core.Metric]:
         samples: dict[str, list[Sample]] = defaultdict(list)
         for name, *sample in _samples(self._served):
             samples[PREFIX + name].append(tuple(sample))

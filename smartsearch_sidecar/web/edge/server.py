@@ -48,9 +48,7 @@ class EdgeObserver(Protocol):
         """A handler or a callback of its raised what it must not; the client got a 500 if any."""
 
     def overflow(self) -> None:
-        """A connection over ``connections_max`` was closed unread. Strangers' connections had made
-        room before, so the one refused was a rollout's or the trainer's.
-        """
+        """A connection over ``connections_max`` was closed unread: no stranger was left to cut."""
 
 
 class EdgeConnection(web.RequestHandler):
