@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An HTTP answer: its status code, where every code is an answer, and its body's JSON value."""
+    """An HTTP answer of any status code, with its body's JSON value."""
 
     status: int
     value: Any
@@ -32,15 +32,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The two URLs of a served run. Both hold a capability: never log them.
+    """The two URLs of a served run. Both hold a capability: never log them."""
 
-    Attributes:
-        sandbox_url: for rollouts: searches.
-        internal_url: for the trainer and the operator: rewards, health, checkpoints, the latch.
-    """
-
-    sandbox_url: str
-    internal_url: str
+    sandbox_url: str  # for rollouts: searches
+    internal_url: str  # for the trainer and the operator: rewards, health, checkpoints, the latch
 
 
 def read_endpoints(path: Path) -> Endpoints:
@@ -63,19 +58,15 @@ def read_endpoints(path: Path) -> Endpoints:
         ) from None
 
 
-def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = None) -> Endpoints:
+def find_endpoints(run_directory: Path | None) -> Endpoints:
     """The endpoints of a run directory, or else of the file that the environment names.
-
-    Args:
-        run_directory: a served run's directory; ``None`` asks the environment.
-        environ: holds ``SMARTSEARCH_SIDECAR_ENDPOINTS``; ``os.environ`` unless given.
 
     Raises:
         errors.Unreachable: neither names a run, or ``endpoints.json`` cannot be read.
     """
     if run_directory is not None:
         return read_endpoints(run_directory / "endpoints.json")
-    named = (os.environ if environ is None else environ).get(ENDPOINTS_VARIABLE)
+    named = os.environ.get(ENDPOINTS_VARIABLE)
     if not named:
         raise errors.UNREACHABLE(
             f"which run? pass --run-dir, or set {ENDPOINTS_VARIABLE} to its endpoints.json"
@@ -86,12 +77,8 @@ def find_endpoints(run_directory: Path | None, environ: dict[str, str] | None = 
 class Client:
     """Calls one sidecar. It holds no connection and may be used from several threads.
 
-    Args:
-        base_url: ``sandbox_url`` for searches, ``internal_url`` for everything else.
-        timeout_seconds: the longest wait on the connection, for each call.
-
-    Raises:
-        errors.Unreachable: ``base_url`` is not an http URL.
+    ``base_url`` is ``sandbox_url`` for searches and ``internal_url`` for everything else; one that
+    is no http URL raises ``errors.Unreachable``.
 
     Example::
 
@@ -113,11 +100,8 @@ class Client:
     ) -> Answered:
         """Sends one request and reads its JSON answer.
 
-        Args:
-            method: ``GET`` or ``POST``.
-            path: below the base URL, with a query where there is one: ``/health?settle=30``.
-            value: the body, as a JSON value; ``None`` sends no body.
-            timeout_seconds: for this call, instead of the client's.
+        ``path`` is below the base URL, with a query where there is one: ``/health?settle=30``;
+        ``value`` is the body, as a JSON value; ``None`` sends no body.
 
         Raises:
             errors.Unreachable: no connection, no answer in time, or an answer that is not JSON.
@@ -147,11 +131,7 @@ class Client:
     def health(self, settle_seconds: float = 0.0) -> Answered:
         """``GET /health``: status 200 where the run is healthy, else 503 with the cause.
 
-        Args:
-            settle_seconds: how long the sidecar waits for work in flight before it answers.
-
-        Raises:
-            errors.Unreachable: as ``call``.
+        The sidecar waits ``settle_seconds`` at most for work in flight. Raises as ``call``.
         """
         timeout = self._timeout + settle_seconds
         return self.call("GET", f"/health?settle={settle_seconds:g}", timeout_seconds=timeout)
@@ -159,12 +139,7 @@ class Client:
     def execute(self, query: str, environment: str) -> Answered:
         """``POST /execute`` as a rollout sends it: one search for five passages.
 
-        Args:
-            query: the question.
-            environment: the ``env`` text that the run serves (``execute.environment``).
-
-        Raises:
-            errors.Unreachable: as ``call``.
+        ``environment`` is the ``env`` text of ``execute.environment``. Raises as ``call``.
         """
         call = f"wikipedia_search(query={query!r}, top_n=5)"
         return self.call("POST", "/execute", {"env": environment, "call": call})

@@ -18,26 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from smartsearch_sidecar.run.record import (
-    Asked,
-    CheckpointAccepted,
-    CheckpointRefused,
-    DeliveryLost,
-    HelperAnswered,
-    HelperFailed,
-    HelperRequested,
-    LatchClosed,
-    Record,
-    RetrievalAnswered,
-    RetrievalDeclined,
-    RetrievalFailed,
-    RetrievalRequested,
-    RewardAnswered,
-    RewardFailed,
-    RewardRequested,
-)
-
-Type = Literal["counter", "gauge", "histogram"]
+from smartsearch_sidecar.run import record as kinds
 
 # Seconds. The first is under one search of an embedded index, the last over every deadline.
 ANSWER_SECONDS: Final = (
@@ -53,17 +34,18 @@ RECENT_CHECKPOINTS: Final = 20
 PREFIX: Final = "smartsearch_"
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """One row of the table; ``name`` as it is scraped, without a histogram's endings."""
 
     name: str
-    type: Type
+    type: str
     meaning: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
 
 
-def _row(name: str, type_: Type, meaning: str, *labels: str) -> Metric:
+def _row(
+    name: str, type_: Literal["counter", "gauge", "histogram"], meaning: str, *labels: str
+) -> Metric:
     return Metric(PREFIX + name, type_, meaning, labels)
 
 
@@ -138,13 +120,13 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def cumulative(self, zeros: int = 0) -> list[tuple[str, float]]:
-        """Pairs of bound and count as Prometheus writes them; ``zeros`` further values of 0."""
+    def sample(self, zeros: int = 0) -> tuple[list[tuple[str, float]], float]:
+        """Pairs of bound and count as Prometheus writes them, with so many more of 0; the sum."""
         pairs, count = [], zeros
         for bound, own in zip((*self.bounds, float("inf")), self.counts, strict=True):
             count += own
             pairs.append(("+Inf" if bound == float("inf") else str(bound), float(count)))
-        return pairs
+        return pairs, self.total
 
 
 class Recent(NamedTuple):
@@ -157,7 +139,7 @@ class Recent(NamedTuple):
     serial: int
     at: float
     number: int | None
-    asked: Asked | None
+    asked: kinds.Asked | None
     outcome: str
     took: float | None
     documents_json: bytes | None
@@ -195,11 +177,11 @@ class Observer:
         self.latched_at: float | None = None
         self.serial = 0
         # Begun and not settled: bounded by slots, rows of a batch and helper concurrency.
-        self._searches: dict[int, tuple[float, Asked]] = {}
+        self._searches: dict[int, tuple[float, kinds.Asked]] = {}
         self._scores: dict[tuple[str, int], float] = {}
         self._calls: dict[tuple[str, int], float] = {}
 
-    def batch(self, records: Sequence[Record], size: int, seconds: float) -> None:
+    def batch(self, records: Sequence[kinds.Record], size: int, seconds: float) -> None:
         """A batch of the ledger is on the medium."""
         self.batches.observe(len(records))
         self.sync.observe(seconds)
@@ -218,7 +200,7 @@ class Observer:
     def _settled(
         self,
         number: int | None,
-        asked: Asked | None,
+        asked: kinds.Asked | None,
         outcome: str,
         took: float | None = None,
         documents_json: bytes | None = None,
@@ -228,69 +210,69 @@ class Observer:
             Recent(self.serial, self._wall(), number, asked, outcome, took, documents_json)
         )
 
-    def _requested(self, record: RetrievalRequested) -> None:
+    def _requested(self, record: kinds.RetrievalRequested) -> None:
         self._searches[record.number] = (time.monotonic(), record.asked)
 
-    def _answered(self, record: RetrievalAnswered) -> None:
+    def _answered(self, record: kinds.RetrievalAnswered) -> None:
         _, asked = self._searches.pop(record.number, (0.0, None))
         took = record.took_us / 1e6
         if record.cache != "hit":
             self.search.observe(took)
         self._settled(record.number, asked, record.cache, took, record.documents_json)
 
-    def _failed(self, record: RetrievalFailed) -> None:
+    def _failed(self, record: kinds.RetrievalFailed) -> None:
         began, asked = self._searches.pop(record.number, (time.monotonic(), None))
         self._settled(record.number, asked, record.cause, time.monotonic() - began)
 
-    def _declined(self, record: RetrievalDeclined) -> None:
+    def _declined(self, record: kinds.RetrievalDeclined) -> None:
         self._settled(None, record.asked, "declined")
 
-    def _lost(self, record: DeliveryLost) -> None:
+    def _lost(self, record: kinds.DeliveryLost) -> None:
         self._settled(record.number, None, "response_undelivered")
 
-    def _score_requested(self, record: RewardRequested) -> None:
+    def _score_requested(self, record: kinds.RewardRequested) -> None:
         self._scores[record.split, record.number] = time.monotonic()
         if record.judged_blocks is not None:
             self.rollout_searches.observe(record.judged_blocks)
 
-    def _score_answered(self, record: RewardAnswered) -> None:
+    def _score_answered(self, record: kinds.RewardAnswered) -> None:
         began = self._scores.pop((record.split, record.number), None)
         if began is not None:
             self.score.observe(time.monotonic() - began)
 
-    def _score_failed(self, record: RewardFailed) -> None:
+    def _score_failed(self, record: kinds.RewardFailed) -> None:
         self._scores.pop((record.split, record.number), None)
 
-    def _call_requested(self, record: HelperRequested) -> None:
+    def _call_requested(self, record: kinds.HelperRequested) -> None:
         self._calls[record.split, record.number] = time.monotonic()
 
-    def _call_settled(self, record: HelperAnswered | HelperFailed) -> None:
+    def _call_settled(self, record: kinds.HelperAnswered | kinds.HelperFailed) -> None:
         began = self._calls.pop((record.split, record.number), None)
         if began is not None:
             self.helper.observe(time.monotonic() - began)
-        if isinstance(record, HelperFailed):
+        if isinstance(record, kinds.HelperFailed):
             self.helper_failures[record.code] += 1
 
-    def _latched(self, record: LatchClosed) -> None:
+    def _latched(self, record: kinds.LatchClosed) -> None:
         self.latched_at = self._wall()
 
-    def _checkpoint(self, record: CheckpointAccepted | CheckpointRefused) -> None:
-        accepted = isinstance(record, CheckpointAccepted)
+    def _checkpoint(self, record: kinds.CheckpointAccepted | kinds.CheckpointRefused) -> None:
+        accepted = isinstance(record, kinds.CheckpointAccepted)
         self.checkpoints.append(Accepted(self._wall(), record.number, record.step, accepted))
 
-    _STEPS: ClassVar[Mapping[type[Record], Callable[[Observer, Any], None]]] = {
-        RetrievalRequested: _requested,
-        RetrievalAnswered: _answered,
-        RetrievalFailed: _failed,
-        RetrievalDeclined: _declined,
-        DeliveryLost: _lost,
-        RewardRequested: _score_requested,
-        RewardAnswered: _score_answered,
-        RewardFailed: _score_failed,
-        HelperRequested: _call_requested,
-        HelperAnswered: _call_settled,
-        HelperFailed: _call_settled,
-        LatchClosed: _latched,
-        CheckpointAccepted: _checkpoint,
-        CheckpointRefused: _checkpoint,
+    _STEPS: ClassVar[Mapping[type[kinds.Record], Callable[[Observer, Any], None]]] = {
+        kinds.RetrievalRequested: _requested,
+        kinds.RetrievalAnswered: _answered,
+        kinds.RetrievalFailed: _failed,
+        kinds.RetrievalDeclined: _declined,
+        kinds.DeliveryLost: _lost,
+        kinds.RewardRequested: _score_requested,
+        kinds.RewardAnswered: _score_answered,
+        kinds.RewardFailed: _score_failed,
+        kinds.HelperRequested: _call_requested,
+        kinds.HelperAnswered: _call_settled,
+        kinds.HelperFailed: _call_settled,
+        kinds.LatchClosed: _latched,
+        kinds.CheckpointAccepted: _checkpoint,
+        kinds.CheckpointRefused: _checkpoint,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Final
 
@@ -44,12 +44,9 @@ class ExchangeFault(enum.Enum):
 class ExchangeFailed(Exception):
     """An exchange without a usable answer.
 
-    Attributes:
-        failure: what happened.
-        sent: a connection was handed to the request, so it may have arrived and may have cost
-            money, even if no answer comes.
-        answered: the status line of an answer has arrived.
-        why: a few words of the system's, or the name of an exception; no address and no body.
+    ``sent``: a connection was handed to the request, so it may have arrived and may have cost
+    money. ``answered``: the status line of an answer has arrived. ``why``: a few words of the
+    system's, or the name of an exception; no address and no body.
     """
 
     def __init__(self, failure: ExchangeFault, *, sent: bool, answered: bool, why: str) -> None:
@@ -77,25 +74,20 @@ class _Reached:
     answered: bool = False
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
 class OutboundHttp:
     """A pool of connections.
 
-    Args:
-        connections_max: connections at once; 0 is no bound, for a caller that has one of its own.
-        keepalive_seconds: idle seconds after which a connection is dropped. Keep it under the time
-            after which the other end drops it (uvicorn: 5 s): a request that is written into a
-            connection just being closed counts as sent, and cannot be sent again.
-        connect_seconds: for one attempt at a connection; ``None`` leaves the exchange's own bound.
+    Keep ``keepalive_seconds`` under the time after which the other end drops an idle connection
+    (uvicorn: 5 s): a request that is written into a connection just being closed counts as sent,
+    and cannot be sent again.
     """
 
-    def __init__(
-        self, *, connections_max: int, keepalive_seconds: float, connect_seconds: float | None
-    ) -> None:
-        self._connections_max = connections_max
-        self._keepalive_seconds = keepalive_seconds
-        self._connect_seconds = connect_seconds
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+    connections_max: int  # 0 is no bound, for a caller that has one of its own
+    keepalive_seconds: float
+    connect_seconds: float | None  # for one attempt; None leaves the exchange's own bound
+    _session: aiohttp.ClientSession | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def pool(self) -> aiohttp.ClientSession:
         """Makes the pool, once, on the running loop; no connection yet. Raises ``InvariantBroken``
@@ -111,11 +103,11 @@ class OutboundHttp:
         trace.on_connection_reuseconn.append(_connected)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=self._connections_max, keepalive_timeout=self._keepalive_seconds
+                limit=self.connections_max, keepalive_timeout=self.keepalive_seconds
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             # The exchange has one deadline, ``until``; a total of aiohttp's would be a second.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_seconds),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_seconds),
             headers={"Accept": _JSON, "Accept-Encoding": "identity"},
             auto_decompress=False,
             trust_env=False,
@@ -140,13 +132,10 @@ class OutboundHttp:
         bytes_max: int,
         json_only: bool = False,
     ) -> HttpAnswer:
-        """Sends one request, once.
+        """Sends one request, once; its ``body`` is JSON.
 
-        Args:
-            body: JSON, or ``None`` for a request without one.
-            until: when the whole exchange ends, in seconds of the loop's clock.
-            bytes_max: bytes of the answer's body.
-            json_only: refuse an answer of another declared media type before reading it.
+        The whole exchange ends at ``until``, in seconds of the loop's clock. ``bytes_max`` bounds
+        the answer's body; ``json_only`` refuses another declared media type before reading it.
 
         Raises:
             ExchangeFailed: there is no usable answer.

@@ -69,8 +69,8 @@ def routes() -> set[tuple[str, str]]:
     )
     found = {("GET", probe) for probe in PROBES} | {("POST", "/<execute>/execute")}
     found |= {("POST", f"/<execute>/{segment}") for segment in app._segments}
-    for segments, handlers in app._internal._routes.items():
-        found |= {(method, "/".join(("/<internal>", *segments))) for method in handlers}
+    for segments, (method, _) in app._internal_routes.items():
+        found.add((method, "/".join(("/<internal>", *segments))))
     for segments in app.operator.pages:  # `()` and `("",)` are one route: the page, and its slash
         found.add(("GET", "/".join(("/<internal>", *(segments or ("",))))))
     return found

@@ -204,8 +204,8 @@ def test_histogram_counts_a_bound_as_under_it(value: float, place: int) -> None:
     histogram.observe(value)
     assert histogram.counts[place] == 1
     assert histogram.total == value
-    assert histogram.cumulative(zeros=2)[-1] == ("+Inf", 3.0)
-    assert histogram.cumulative(zeros=2)[0][1] == 2.0 + (place == 0)
+    assert histogram.sample(zeros=2)[0][-1] == ("+Inf", 3.0)
+    assert histogram.sample(zeros=2)[0][0][1] == 2.0 + (place == 0)
 
 
 def test_observer_keeps_a_fixed_amount() -> None:

@@ -4,7 +4,7 @@ A receipt names the claim, the sequence number and the sum of its own record, so
 --receipt`` can prove later which history the checkpoint was trained on. A refusal is recorded; it
 does not close the latch, because work in flight is no failure.
 
-Apart from the one route that calls it (``web/internal.py``), because what a checkpoint needs is a
+Apart from the one route that calls it (``web/app.py``), because what a checkpoint needs is a
 rule of the run, not of HTTP.
 """
 

@@ -88,7 +88,7 @@ class Parts:
         if self.scoring is not None:
             await self.scoring.close()
         if self.rewards is not None:
-            await self.rewards.close()
+            await self.rewards.helper.close()
         await self.service.retrieval.close()
 
 
@@ -275,7 +275,7 @@ class Daemon:
             if cluster_run is not None:
                 await cluster_run.withdraw()
             if rewards is not None:
-                await rewards.close()
+                await rewards.helper.close()
             await opened.close()
             raise
         own = None if rewards is None else rewards.answers.add

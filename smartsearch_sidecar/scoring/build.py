@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -62,6 +62,7 @@ class Rewards:
         """What serves ``/reward``; the state of ``run`` must have been claimed or resumed."""
         section = self.config.reward
         waited = run.observer.waited["reward"].observe
+        binding = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
         dispatch = HelperDispatch(
             self.helper, concurrency=section.helper.concurrency, seed=section.seed
         )
@@ -69,7 +70,7 @@ class Rewards:
             run=run,
             slots=Slots(section.slots, section.waiting_max, waited=waited),
             scorer=self.scorer,
-            preparation=Preparation(self.references, self.answers, _digest(self.facts), section),
+            preparation=Preparation(self.references, self.answers, binding, section),
             calls=MeteredCalls(run, dispatch),
             section=section,
         )
@@ -100,10 +101,6 @@ class Rewards:
             except errors.HelperFault as exc:
                 # Unreachable between scores is no failure of the run: the next score will tell.
                 log.warning("the helper could not be asked who it is", reason=exc.message)
-
-    async def close(self) -> None:
-        """Frees the helper's connections."""
-        await self.helper.close()
 
 
 async def open_rewards(config: Config) -> Rewards:
@@ -160,10 +157,6 @@ def _needed(value: T | None, key: str) -> T:
     if value is None:
         raise errors.CONFIG_INVALID(f"{key} is not set, and rewards need it (reward.enabled)")
     return value
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def recorded_answers(directory: Path) -> Iterator[str]:

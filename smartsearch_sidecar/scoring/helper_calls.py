@@ -26,7 +26,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from smartsearch_sidecar import errors
@@ -48,39 +49,25 @@ After = Callable[[Sequence[tuple[int, int, Outcome]]], None]
 class HelperDispatch:
     """One per process: its places are shared by all rows, batches and splits.
 
-    Args:
-        helper: what is asked.
-        concurrency: calls between reservation and settlement at once.
-        seed: sent with every call.
+    ``concurrency`` is of calls between reservation and settlement; ``seed`` is sent with each.
     """
 
     def __init__(self, helper: HelperClient, *, concurrency: int, seed: int) -> None:
         self.helper = helper
-        self.concurrency = concurrency
         self.seed = seed
         self.places = asyncio.Semaphore(concurrency)
-        self.in_flight = 0
-        """Calls that are sent and not yet settled."""
+        self.in_flight = 0  # calls that are sent and not yet settled
 
     async def ask_all(
-        self,
-        prompts: Sequence[str],
-        *,
-        before: Before,
-        after: After,
-        deadline: float,
+        self, prompts: Sequence[str], *, before: Before, after: After, deadline: float
     ) -> list[str]:
         """The helper's texts (without the stop string), in the order of ``prompts``.
 
-        Args:
-            before: reserves the first of these calls, as many as fit and at least one, and returns
-                their numbers once their records are synced. It may wait for quota, and be cancelled
-                while it waits; from the moment it has reserved it must end with the numbers or with
-                an error it has settled itself (``to_the_end``).
-            after: settles calls, by the helper's answer or by what was raised instead:
-                ``HelperFault.usage`` is what it cost, if known; ``HelperNotSent`` cost nothing.
-            deadline: seconds of the loop's clock; nothing is sent after it, and no exchange
-                outlasts it.
+        ``before`` may wait for quota, and be cancelled while it waits; from the moment it has
+        reserved it must end with the numbers, their records synced, or with an error it has settled
+        itself (``to_the_end``). ``after`` settles by the helper's answer or by what was raised:
+        ``HelperFault.usage`` is what it cost, if known; ``HelperNotSent`` cost nothing. Nothing is
+        sent after ``deadline`` (of the loop's clock), and no exchange outlasts it.
 
         Raises what failed first: a ``HelperFault``, or what a hook raised. Further failures are
         noted on it.
@@ -134,7 +121,7 @@ class QuotaGate:
                 turn.set_result(None)
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+async def to_the_end(work: Awaitable[T]) -> T:
     """The result of ``work``, even if the caller is cancelled meanwhile, which is then dropped.
 
     For the part of ``before`` that comes after the reservation. The dispatch knows that it has
@@ -144,28 +131,23 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
+@dataclass(eq=False)
 class _DispatchedCalls:
     """The calls of one ``ask_all``: one loop reserves, sends and settles; each call is a task."""
 
-    def __init__(
-        self,
-        dispatch: HelperDispatch,
-        prompts: Sequence[str],
-        before: Before,
-        after: After,
-        deadline: float,
-    ) -> None:
-        self._dispatch = dispatch
-        self._prompts = prompts
-        self._before = before
-        self._after = after
-        self._deadline = deadline
-        self._texts = [""] * len(prompts)
-        self._unsent = len(prompts)
-        self._reserving: asyncio.Task[Sequence[int]] | None = None
-        self._sent: dict[asyncio.Task[HelperAnswer], tuple[int, int]] = {}
-        self._stopped = False
-        self._failures: list[Exception] = []
+    _dispatch: HelperDispatch
+    _prompts: Sequence[str]
+    _before: Before
+    _after: After
+    _deadline: float
+    _reserving: asyncio.Task[Sequence[int]] | None = None
+    _sent: dict[asyncio.Task[HelperAnswer], tuple[int, int]] = field(default_factory=dict)
+    _stopped: bool = False
+    _failures: list[Exception] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._texts = [""] * len(self._prompts)
+        self._unsent = len(self._prompts)
 
     async def run(self) -> list[str]:
         """Returns or raises once every reserved call is settled."""
@@ -212,8 +194,7 @@ class _DispatchedCalls:
         if len(self._failures) == 1:
             self.stop()
         else:
-            note = f"also failed: {type(failure).__name__}: {failure}"
-            self._failures[0].add_note(note)
+            self._failures[0].add_note(f"also failed: {type(failure).__name__}: {failure}")
 
     async def _reserve(self) -> Sequence[int]:
         """The numbers of the next calls; each of them holds a place."""
@@ -278,10 +259,10 @@ class _DispatchedCalls:
 
 
 async def _outlast(
-    work: Coroutine[Any, Any, T], *, on_cancel: Callable[[], None] | None = None
-) -> tuple[asyncio.Task[T], bool]:
-    """The finished task of ``work``, and whether the caller was cancelled while it ran."""
-    task = asyncio.create_task(work)
+    work: Awaitable[T], *, on_cancel: Callable[[], None] | None = None
+) -> tuple[asyncio.Future[T], bool]:
+    """``work`` as a finished future, and whether the caller was cancelled while it ran."""
+    task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
         try:
@@ -355,12 +336,11 @@ class MeteredCalls:
             return numbers
 
         numbers = await self._gates[split].reserve(reserve)
-        await to_the_end(_synced(synced[0]))
+        await to_the_end(synced[0])
         return numbers
 
 
 def _settlement(row: Row, number: int, outcome: Outcome) -> HelperAnswered | HelperFailed:
-    """The record of a call's end."""
     if isinstance(outcome, HelperAnswer):
         return HelperAnswered(
             number=number,
@@ -383,7 +363,3 @@ def _settlement(row: Row, number: int, outcome: Outcome) -> HelperAnswered | Hel
         usage=None if usage is None else (usage[0], usage[1]),  # JSON takes plain tuples
         sent=not errors.HELPER_NOT_SENT.matches(outcome),
     )
-
-
-async def _synced(receipt: asyncio.Future[Receipt]) -> None:
-    await receipt

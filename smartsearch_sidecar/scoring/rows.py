@@ -44,40 +44,35 @@ class Row:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Preparation:
-    """What is asked of a row before it is admitted. Blocking and pure: called in a thread."""
+    """What is asked of a row before it is admitted. Blocking and pure: called in a thread.
 
-    def __init__(
-        self,
-        references: References,
-        answers: AnswerDigests,
-        binding_sha256: str,
-        section: RewardSection,
-    ) -> None:
-        """``answers`` holds what this run handed to rollouts; ``binding_sha256`` names scorer,
-        references and helper, so that a score is reused only under the same ones.
-        """
-        self._references = references
-        self._answers = answers
-        self._binding = binding_sha256
-        self._section = section
+    ``answers`` holds what this run handed to rollouts; ``binding_sha256`` names scorer, references
+    and helper, so that a score is reused only under the same ones.
+    """
+
+    references: References
+    answers: AnswerDigests
+    binding_sha256: str
+    section: RewardSection
 
     def rows(self, items: Sequence[RewardItem]) -> list[Row]:
         """Every row usable, or the first error of the first of these steps that has one."""
         for item in items:
             size = len(item.solution_str.encode())
-            if size > self._section.max_input_bytes:
+            if size > self.section.max_input_bytes:
                 raise errors.SOLUTION_TOO_LONG(
                     f"a rollout of {size} bytes is over reward.max_input_bytes "
-                    f"({self._section.max_input_bytes})"
+                    f"({self.section.max_input_bytes})"
                 )
-        lookup, judge = self._references.lookup, self._answers.judge
+        lookup, judge = self.references.lookup, self.answers.judge
         located = [lookup(item.solution_str, item.ground_truth) for item in items]
         judgements: list[Judgement | None] = [None] * len(items)
-        if self._section.provenance != "off":
+        if self.section.provenance != "off":
             judgements = [judge(item.solution_str) for item in items]
         for judgement in judgements:
-            if judgement and judgement.broken and self._section.provenance == "enforce":
+            if judgement and judgement.broken and self.section.provenance == "enforce":
                 raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
                     "no answer of this run: the rollout met an error that never reached us (a "
@@ -92,7 +87,7 @@ class Preparation:
         """What must be the same for a score to be reused, as 32 hex digits."""
         digest = hashlib.blake2b(digest_size=16)
         answers = item.ground_truth
-        parts = [self._binding, split, item.solution_str]
+        parts = [self.binding_sha256, split, item.solution_str]
         parts += ["one", answers] if isinstance(answers, str) else ["many", *answers]
         for part in parts:
             encoded = part.encode()
@@ -109,13 +104,13 @@ async def judged(
     """Every row usable, or the first error. Where a block is not known here and the run has other
     nodes, all of it is judged again once what they had answered is known.
     """
-    if quota is None:
-        return await asyncio.to_thread(preparation.rows, items)
     try:
         rows = await asyncio.to_thread(preparation.rows, items)
-        if not any(row.judgement and row.judgement.broken for row in rows):
+        if quota is None or not any(row.judgement and row.judgement.broken for row in rows):
             return rows
     except errors.ProvenanceBroken:
-        pass  # perhaps an answer of another node that is still on its way here
+        if quota is None:
+            raise
+        # perhaps an answer of another node that is still on its way here
     await quota.answers_known(deadline)
     return await asyncio.to_thread(preparation.rows, items)

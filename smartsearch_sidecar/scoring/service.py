@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from smartsearch_sidecar import errors
@@ -48,31 +48,18 @@ class Scored:
         }
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
 class Scoring:
-    """Rewards of one run."""
+    """Rewards of one run; the state of ``run`` must have been claimed: it has the splits."""
 
-    def __init__(
-        self,
-        *,
-        run: Run,
-        slots: Slots,
-        scorer: Scorer,
-        preparation: Preparation,
-        calls: MeteredCalls,
-        section: RewardSection,
-    ) -> None:
-        """The state of ``run`` must have been claimed: it has the splits."""
-        self._recorder = run.recorder
-        self._state = run.state
-        self._scores = run.state.scores
-        self._quota = run.quota
-        self.slots = slots
-        self.scorer = scorer
-        self.preparation = preparation
-        self.calls = calls
-        self.section = section
-        self._under_way: dict[str, asyncio.Future[Score]] = {}
-        self._tasks: set[asyncio.Task[list[Scored]]] = set()
+    run: Run
+    slots: Slots
+    scorer: Scorer
+    preparation: Preparation
+    calls: MeteredCalls
+    section: RewardSection
+    _under_way: dict[str, asyncio.Future[Score]] = field(default_factory=dict, init=False)
+    _tasks: set[asyncio.Task[list[Scored]]] = field(default_factory=set, init=False)
 
     async def score(self, items: Sequence[RewardItem], *, began: float) -> list[Scored]:
         """The rewards of a batch, in order; ``began`` is the loop's clock at its first byte.
@@ -91,14 +78,14 @@ class Scoring:
     async def _score(self, items: Sequence[RewardItem], deadline: float) -> list[Scored]:
         try:
             async with self.slots.hold(deadline):
-                self._state.refuse_closed()
-                rows = await judged(self.preparation, items, self._quota, deadline)
+                self.run.state.refuse_closed()
+                rows = await judged(self.preparation, items, self.run.quota, deadline)
                 answered = await self._answer(rows, deadline)
-            self._state.refuse_closed()
+            self.run.state.refuse_closed()
             return answered
         except errors.SidecarError as exc:
             named = as_reward_failure(exc)
-            await self._recorder.latch_for(named)
+            await self.run.recorder.latch_for(named)
             if named is exc:
                 raise
             raise named from exc
@@ -107,13 +94,13 @@ class Scoring:
 
     async def _answer(self, rows: list[Row], deadline: float) -> list[Scored]:
         """Reuses what was scored, shares what is being scored, scores the rest."""
-        if self._quota is not None:
-            await self._quota.room_to_score(lambda: self._wanted(rows), deadline)
+        if self.run.quota is not None:
+            await self.run.quota.room_to_score(lambda: self._wanted(rows), deadline)
         fresh: list[Row] = []
         waits: dict[str, asyncio.Future[Score]] = {}
         if self.section.reuse_identical:
             for row in rows:
-                if row.key in self._scores.given or row.key in waits:
+                if row.key in self.run.state.scores.given or row.key in waits:
                     continue
                 flight = self._under_way.get(row.key)
                 if flight is None:
@@ -122,7 +109,7 @@ class Scoring:
                     flight.add_done_callback(_retrieved)
                 waits[row.key] = flight
         else:
-            fresh = list(rows)
+            fresh = rows
         new = set(map(id, fresh))
         self._admit(fresh)
         if self.section.reuse_identical:
@@ -132,13 +119,12 @@ class Scoring:
         answered: list[Scored] = []
         for row in rows:
             if id(row) in new:
-                score = Score(row.split, row.number, row.reward)
-                answered.append(Scored(score, reused=False))
+                answered.append(Scored(Score(row.split, row.number, row.reward), reused=False))
                 continue
-            given = self._scores.given.get(row.key)
+            given = self.run.state.scores.given.get(row.key)
             if given is None:
                 given = await self._shared(waits[row.key], deadline)
-            await self._recorder.post_for_receipt(RewardReused(given.split, given.number))
+            await self.run.recorder.post_for_receipt(RewardReused(given.split, given.number))
             answered.append(Scored(given, reused=True))
         return answered
 
@@ -146,7 +132,7 @@ class Scoring:
         """How many of ``rows`` would have to be scored now, per split."""
         if not self.section.reuse_identical:
             return Counter(row.split for row in rows)
-        known = self._scores.given.keys() | self._under_way.keys()
+        known = self.run.state.scores.given.keys() | self._under_way.keys()
         return Counter({row.key: row.split for row in rows if row.key not in known}.values())
 
     async def _shared(self, flight: asyncio.Future[Score], deadline: float) -> Score:
@@ -160,13 +146,13 @@ class Scoring:
 
     def _admit(self, rows: list[Row]) -> None:
         """All rows or none: the state is asked for every row before any is recorded."""
-        self._state.refuse_closed()
+        self.run.state.refuse_closed()
         wanted = Counter(row.split for row in rows)
-        splits = self._scores.splits
+        splits = self.run.state.scores.splits
         numbers = {split: iter(splits[split].admit_scores(wanted[split])) for split in wanted}
         for row in rows:
             row.number = next(numbers[row.split])
-        self._recorder.post_all([row.requested() for row in rows])
+        self.run.recorder.post_all([row.requested() for row in rows])
 
     async def _run(self, rows: list[Row], deadline: float) -> None:
         """Scores admitted rows; every one of them is settled when this returns or raises."""
@@ -227,14 +213,14 @@ class Scoring:
             row.verdicts = list(map(self.scorer.verdict, row.texts))
 
     async def _record_rewards(self, rows: list[Row]) -> None:
-        await self._recorder.post_all_for_receipt(
+        await self.run.recorder.post_all_for_receipt(
             [RewardAnswered(row.number, row.split, row.reward, tuple(row.verdicts)) for row in rows]
         )
         for row in rows:
             flight = self._under_way.pop(row.key, None)
             if flight is not None and not flight.done():
                 flight.set_result(Score(row.split, row.number, row.reward))
-        share = self._scores.unparsed_share
+        share = self.run.state.scores.unparsed_share
         if share > self.section.unparsed_share_max:
             raise errors.VERDICTS_UNPARSED(
                 f"{share:.0%} of the last verdicts were neither 0 nor 1, above "
@@ -251,15 +237,16 @@ class Scoring:
             flight = self._under_way.pop(row.key, None)
             if flight is not None and not flight.done():
                 flight.set_exception(failure)
-            if row.number not in self._scores.splits[row.split].scoring:
+            if row.number not in self.run.state.scores.splits[row.split].scoring:
                 continue
-            record = RewardFailed(row.number, row.split, failure.code, failure.message)
             try:
-                self._recorder.post(record)
+                self.run.recorder.post(
+                    RewardFailed(row.number, row.split, failure.code, failure.message)
+                )
             except errors.LedgerFailed:
                 return  # the ledger failed first, and that is the cause
         if failure.cause is not None:
-            self._recorder.close_latch(failure.cause, consumed=True, detail=failure.message)
+            self.run.recorder.close_latch(failure.cause, consumed=True, detail=failure.message)
 
     async def close(self) -> None:
         """Waits for scores under way and frees the helper's connections."""

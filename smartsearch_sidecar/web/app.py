@@ -1,4 +1,4 @@
-"""Every request of a run: dispatch by capability, rollouts, the probes, what the edge observes.
+"""Every request of a run: of rollouts, trainer, operator, probes; and what the edge observes.
 
 A handler raises only named errors; `errors` says how each is answered. Until the run is claimed a
 rollout waits for it within its deadline; one that could not be served closes the latch as soon as
@@ -9,35 +9,37 @@ body may be large, so it is parsed before its slot and off the loop. And some cl
 error status into an empty text: such a client is told of a failure in the one way that reaches its
 log (``Form.surfaces`` of the contract).
 
+A slip of the operator changes nothing. A failed reward closes the latch even when the trainer made
+the slip: the pinned trainer swallows the first exception and scores the batch again.
+
 Apart from the daemon, its one user: routes here, the process there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+import orjson
 import structlog
 from aiohttp import web
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.contract import other_clients
 from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.contract.json import strict_json
-from smartsearch_sidecar.contract.other_clients import (
-    BATCH_BYTES_MAX,
-    Form,
-    read_form,
-    read_searches,
-    render_failure,
-)
+from smartsearch_sidecar.contract.reward import RewardItem, parse_reward, parse_reward_batch
+from smartsearch_sidecar.gate.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
+from smartsearch_sidecar.gate.health import health_report
 from smartsearch_sidecar.metrics import Observer
+from smartsearch_sidecar.scoring.service import Scoring, as_reward_failure
 from smartsearch_sidecar.search.service import search_many
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
-from smartsearch_sidecar.web.internal import InternalRoutes
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.ready import Ready, ServedRun
 from smartsearch_sidecar.web.routes import (
     Capabilities,
+    Target,
     answer_json,
     answer_search,
     error_payload,
@@ -49,6 +51,13 @@ from smartsearch_sidecar.web.routes import (
 PROBES = frozenset({"/livez", "/readyz"})
 # What stands after the capability, by the name in `execute.routes`.
 SEGMENTS = {"search": ("search", "batch_search"), "retrieve": ("retrieve",)}
+
+SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
+OPERATOR_BYTES_MAX = 65536  # a reason, a path
+ESCAPES = 2  # bytes of JSON per byte of text: quotes, newlines and what a client escapes besides
+REWARDS_BYTES_MAX = 256 * 1024 * 1024  # held in memory until the whole batch is in
+
+Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
 
 class App:
@@ -66,31 +75,30 @@ class App:
         observer: Observer,
         about: Mapping[str, Any],
     ) -> None:
-        """Build the routes.
-
-        Args:
-            capabilities: the run's two secrets.
-            body_bytes_max: of a rollout's body; a batch of searches has the contract's bound.
-            body_seconds: that any body may take to arrive.
-            deadline_seconds: from a rollout's first byte to its answer.
-            routes: the key of ``[execute]``: which routes a rollout may ask.
-            retrieve_topk: the key of ``[execute]``: passages of ``/retrieve`` without ``topk``.
-            observer: counts what is answered.
-            about: names the run on its page.
+        """``body_bytes_max`` bounds a rollout's body (a batch of searches has the contract's own),
+        ``body_seconds`` the time any body may take to arrive, ``deadline_seconds`` the time from a
+        rollout's first byte to its answer. ``routes`` and ``retrieve_topk`` are the keys of
+        ``[execute]``; ``about`` names the run on its page.
         """
         self.observer = observer
         self._capabilities = capabilities
+        self.capability_marker = capabilities.capability_marker
         self._body_bytes_max = body_bytes_max
         self._body_seconds = body_seconds
         self._log = structlog.get_logger("web")
         self._serves_execute = "execute" in routes
         self._ready = Ready(deadline_seconds)
         self.operator = OperatorRoutes(self._ready, observer, about)
-        self._internal = InternalRoutes(
-            self._ready, observer, self.operator, body_seconds=body_seconds
-        )
         self._segments = {name for route in routes for name in SEGMENTS.get(route, ())}
         self._top_n = {"search": TOP_N, "batch_search": TOP_N, "retrieve": retrieve_topk}
+        self._internal_routes: dict[tuple[str, ...], tuple[str, Handler]] = {
+            ("health",): ("GET", self._health),
+            ("status",): ("GET", self._status),
+            ("latch",): ("POST", self._latch),
+            ("checkpoints",): ("POST", self._checkpoint),
+            ("reward",): ("POST", self._reward),
+            ("reward", "batch"): ("POST", self._reward_batch),
+        }
 
     def serve(self, run: ServedRun) -> None:
         """Open the door to the claimed run. A failure from before closes its latch now."""
@@ -135,7 +143,7 @@ class App:
         try:
             target = self._capabilities.read(raw)
             if target.internal:
-                return await self._internal.dispatch(request, target)
+                return await self._internal(request, target)
             if request.method != "POST":
                 raise errors.METHOD_NOT_ALLOWED("rollouts post")
             (segment,) = target.segments
@@ -144,11 +152,6 @@ class App:
             raise errors.NOT_FOUND("a rollout asked for a route that is not served")
         except errors.SidecarError as exc:
             return await self._settled(request, exc)
-
-    @property
-    def capability_marker(self) -> bytes:
-        """What the bytes of a rollout's connection carry."""
-        return self._capabilities.capability_marker
 
     async def handle_probe(self, request: EdgeRequest) -> Reply:
         """The second listener's routes: ``/livez`` and ``/readyz`` alone."""
@@ -167,20 +170,22 @@ class App:
 
     async def _search(self, request: EdgeRequest, segment: str) -> Reply:
         """Serves another client's request, or refuses it in the form that client notices."""
-        form: Form | None = None
+        form: other_clients.Form | None = None
         try:
-            bytes_max = self._body_bytes_max if segment == "search" else BATCH_BYTES_MAX
+            bytes_max = (
+                self._body_bytes_max if segment == "search" else other_clients.BATCH_BYTES_MAX
+            )
             body = await read_body(request, bytes_max, self._body_seconds)
             value = await parse(body, strict_json)
-            form = read_form(segment, value)
-            asked = read_searches(form, value, self._top_n[segment])
+            form = other_clients.read_form(segment, value)
+            asked = other_clients.read_searches(form, value, self._top_n[segment])
             run = await self._ready.wait(request.began)
             found = await search_many(run.service, asked, began=request.began, gone=request.gone)
         except errors.SidecarError as exc:
             answered = await self._ready.settle(exc)
             self.observer.requests[segment, answered.code] += 1
             if form is not None and form.surfaces:
-                return request.refuse(200, render_failure(error_payload(answered)))
+                return request.refuse(200, other_clients.render_failure(error_payload(answered)))
             return refuse(request, answered)
         return answer_search(request, run, found, segment)
 
@@ -192,6 +197,102 @@ class App:
         ready = self._ready.healthy()
         status = "ready" if ready else "not_ready"
         return answer_json(request, 200 if ready else 503, {"status": status})
+
+    async def _internal(self, request: EdgeRequest, target: Target) -> Reply | web.StreamResponse:
+        page = self.operator.pages.get(target.segments)
+        if page is not None:
+            if request.method != "GET":
+                raise errors.METHOD_NOT_ALLOWED("pages are read")
+            shown = await page(request, target.query)
+            self.observer.requests[self._internal_route(target), "ok"] += 1
+            return shown
+        route = self._internal_routes.get(target.segments)
+        if route is None:
+            raise errors.NO_SUCH_PAGE("no internal route of this name")
+        method, handler = route
+        if request.method != method:
+            raise errors.METHOD_NOT_ALLOWED("not with this method")
+        status, value = await handler(request, target)
+        outcome = "ok" if status < 400 else f"status_{status}"
+        self.observer.requests[self._internal_route(target), outcome] += 1
+        return answer_json(request, status, value)
+
+    # --- the gate and the operator ----------------------------------------------------------------
+
+    async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        run = self._ready.now()
+        seconds = _settle_seconds(target.query)
+        if run.cluster_run is None:
+            report = await health_report(run.service, settle_seconds=seconds)
+        else:
+            report = await run.cluster_run.health(run.service, seconds)
+        return (200 if report["state"] == "healthy" else 503), report
+
+    async def _status(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        return 200, self._ready.now().status()
+
+    async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        run = self._ready.now()
+        value = await self._operator_json(request)
+        reason = value.get("reason") if isinstance(value, dict) else None
+        if not isinstance(reason, str) or not reason.strip():
+            raise errors.OPERATOR_REQUEST('send {"reason": "why"}')
+        run.service.run.recorder.close_latch("operator", detail=reason)
+        await run.service.run.recorder.latch_durable()
+        return 200, run.status()
+
+    async def _checkpoint(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        run = self._ready.now()
+        wanted = parse_checkpoint(await self._operator_json(request))
+        seconds = _settle_seconds(target.query, SETTLE_SECONDS)
+        accepted, answer = await take_checkpoint(
+            run.service, wanted, settle_seconds=seconds, cluster_run=run.cluster_run
+        )
+        return (201 if accepted else 409), answer
+
+    async def _operator_json(self, request: EdgeRequest) -> Any:
+        """An internal body. A slip in it must not close the latch under an edge refusal's name."""
+        try:
+            return orjson.loads(await read_body(request, OPERATOR_BYTES_MAX, self._body_seconds))
+        except (errors.EdgeRefusal, orjson.JSONDecodeError):
+            raise errors.OPERATOR_REQUEST(
+                "send one JSON object, declared as application/json, with its Content-Length"
+            ) from None
+
+    # --- rewards ----------------------------------------------------------------------------------
+
+    def _need_scoring(self) -> Scoring:
+        scoring = self._ready.now().scoring
+        if scoring is None:
+            raise errors.NO_SUCH_PAGE("rewards are off: set reward.enabled")
+        return scoring
+
+    async def _reward(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        scoring = self._need_scoring()
+        bound = scoring.section.max_input_bytes * ESCAPES + OPERATOR_BYTES_MAX
+        (scored,) = await self._score(request, scoring, bound, lambda body: (parse_reward(body),))
+        return 200, scored
+
+    async def _reward_batch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        scoring = self._need_scoring()
+        rows_max = scoring.section.batch_max
+        scored = await self._score(
+            request, scoring, REWARDS_BYTES_MAX, lambda body: parse_reward_batch(body, rows_max)
+        )
+        return 200, {"rewards": scored}
+
+    async def _score(
+        self,
+        request: EdgeRequest,
+        scoring: Scoring,
+        bytes_max: int,
+        rule: Callable[[bytes], tuple[RewardItem, ...]],
+    ) -> list[dict[str, Any]]:
+        try:
+            items = await parse(await read_body(request, bytes_max, self._body_seconds), rule)
+        except errors.SidecarError as exc:
+            raise as_reward_failure(exc) from exc
+        return [row.as_json() for row in await scoring.score(items, began=request.began)]
 
     # --- refusals ---------------------------------------------------------------------------------
 
@@ -212,5 +313,27 @@ class App:
         except errors.Unauthorized:
             return "unknown"
         if target.internal:
-            return self._internal.route(target)
+            return self._internal_route(target)
         return "execute" if target.segments == ("execute",) else "unserved"
+
+    def _internal_route(self, target: Target) -> str:
+        """The route a target names, as one of few words."""
+        if target.segments in self.operator.pages:
+            return target.segments[0] or "page" if target.segments else "page"
+        return "/".join(target.segments) if target.segments in self._internal_routes else "unserved"
+
+
+def _settle_seconds(query: str, absent: float = 0.0) -> float:
+    """``settle=SECONDS`` of a query string."""
+    if not query:
+        return absent
+    name, _, value = query.partition("=")
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if name != "settle" or not 0 <= seconds <= SETTLE_SECONDS_MAX:
+        raise errors.OPERATOR_REQUEST(
+            f"settle must be a number of seconds from 0 to {SETTLE_SECONDS_MAX:g}"
+        )
+    return seconds

@@ -3,6 +3,8 @@
 One task takes a tick a second, with viewers or without, so that the page shows what went before it
 was opened. A tick is told to viewers as one server-sent event, encoded once; a viewer that is slow
 misses ticks, and its memory stays bounded. These routes only read.
+
+Apart from `app`, its one importer: what is shown lives apart from what is decided.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -65,9 +67,8 @@ class Snapshot:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """The value under which ``share`` of the counted ones lie, even within a bucket.
+    """The value under which ``share`` of the counted ones lie, even within a bucket, or None.
 
-    None where all counts are 0.
     ``counts`` has one more than ``bounds``; what lies over the last is taken to lie at it.
     """
     left = sum(counts) * share
@@ -106,8 +107,7 @@ class PageSeries:
         self._in_service = max(self._in_service, snapshot.in_service)
         if self._whole and snapshot.at - self._whole[-1].at < self.step_seconds:
             return False
-        kept = replace(snapshot, waiting=self._waiting, in_service=self._in_service)
-        self._whole.append(kept)
+        self._whole.append(replace(snapshot, waiting=self._waiting, in_service=self._in_service))
         self._waiting = self._in_service = 0
         if len(self._whole) > WHOLE_ROWS + 1:
             self._halve()
@@ -252,7 +252,7 @@ class OperatorRoutes:
         return [one for one in fresh if one.serial not in left_out]
 
     def _now(self, run: ServedRun) -> dict[str, Any]:
-        """What a tick says; JSON values."""
+        """What a tick says, for ``orjson``."""
         service, observer = run.service, self._observer
         cause = service.run.state.cause
         found = zip(run.quotas(), self._series.rates(), strict=True)
@@ -271,20 +271,13 @@ class OperatorRoutes:
             "helper_failures": dict(observer.helper_failures),
             "quotas": [
                 {
-                    "name": quota.name,
-                    "split": quota.split,
-                    "unit": quota.unit,
-                    "used": quota.used,
-                    "most": quota.most,
+                    **asdict(quota),
                     "rate": round(rate, 4),
                     "seconds_left": round(quota.left / rate) if rate > 0 else None,
                 }
                 for quota, rate in found
             ],
-            "checkpoints": [
-                {"at": one.at, "number": one.number, "step": one.step, "accepted": one.accepted}
-                for one in reversed(observer.checkpoints)
-            ],
+            "checkpoints": list(reversed(observer.checkpoints)),
         }
 
     # --- pages ------------------------------------------------------------------------------------
@@ -359,12 +352,11 @@ def _event(name: str, value: Any) -> bytes:
 
 
 def _listed(one: Recent) -> dict[str, Any]:
-    query = _query(one)
     return {
         "serial": one.serial,
         "at": one.at,
         "number": one.number,
-        "query": printable(query, QUERY_CHARACTERS),
+        "query": printable(_query(one), QUERY_CHARACTERS),
         "outcome": one.outcome,
         "took": one.took,
         "passages": one.documents_json is not None,

@@ -106,10 +106,10 @@ class Ready:
     def claimed(self, run: ServedRun) -> None:
         """Hold this run from now on. The first failure from before closes its latch."""
         self.run = run
-        if self._early is not None and self._early.cause is not None:
-            run.service.run.recorder.close_latch(
-                self._early.cause, detail=f"while loading: {self._early.message}"
-            )
+        early = self._early
+        if early is not None and early.cause is not None:
+            detail = f"while loading: {early.message}"
+            run.service.run.recorder.close_latch(early.cause, detail=detail)
         self._opened.set()
 
     def now(self) -> ServedRun:
@@ -157,11 +157,11 @@ class Ready:
         A refusal that closes the latch is durable by then; where it cannot be, the answer is the
         ledger's failure.
         """
-        if self.run is not None:
-            try:
-                await self.run.service.run.recorder.refuse(exc)
-            except errors.LedgerFailed as failure:
-                return failure
-        else:
+        if self.run is None:
             self.close_latch(exc)
+            return exc
+        try:
+            await self.run.service.run.recorder.refuse(exc)
+        except errors.LedgerFailed as failure:
+            return failure
         return exc

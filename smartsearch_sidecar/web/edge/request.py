@@ -79,9 +79,8 @@ def response_head(
 ) -> bytes:
     """The status line and headers of an answer of ``length`` bytes.
 
-    Args:
-        close: must be true where the request's ``keep_alive`` is false; HTTP/1.0 is always closed.
-        extra: further headers, made of our own constants and never of a caller's text.
+    ``close`` must be true where the request's ``keep_alive`` is false; ``extra`` are further
+    headers, made of our own constants and never of a caller's text.
 
     Raises:
         InvariantBroken: a header of ``extra`` holds a control character.
@@ -104,8 +103,6 @@ class Connection(Protocol):
     streaming: bool
     unread: list[Callable[[str], None]]
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
     @property
     def draining(self) -> bool: ...
     def next_began(self) -> float: ...
@@ -162,7 +159,7 @@ class EdgeRequest(web.BaseRequest):
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop:  # type: ignore[override]
-        return self._connection.loop
+        return asyncio.get_running_loop()
 
     @property
     def _rel_url(self) -> URL:  # type: ignore[override]
@@ -190,9 +187,7 @@ class EdgeRequest(web.BaseRequest):
         return connection.closing() or connection.polled() != 0
 
     async def body(self, length: int, seconds: float) -> bytes:
-        """The body's ``length`` bytes, as sent.
-
-        A client that asked before sending is told here to go on.
+        """The body's ``length`` bytes, as sent; a client that asked first is told to go on.
 
         Raises:
             InvalidBody: the body is not whole ``seconds`` from now, or has another length.
@@ -227,11 +222,9 @@ class EdgeRequest(web.BaseRequest):
         The rest of an answer too large for the socket is sent while the connection's task waits,
         not the handler.
 
-        Args:
-            head: from `response_head`.
-            payload: the body; it is left out where the method is HEAD.
-            on_lost: called exactly once, with the stage, if the client had left before the write or
-                at it, or reset the connection later with the answer unread.
+        ``head`` is from `response_head`; ``payload`` is left out where the method is HEAD.
+        ``on_lost`` is called exactly once, with the stage, if the client had left before the write
+        or at it, or reset the connection later with the answer unread.
 
         Raises:
             InvariantBroken: the request has an answer already.
@@ -259,20 +252,10 @@ class EdgeRequest(web.BaseRequest):
                 connection.unread.append(on_lost)
         return KEPT if self.keep_alive and not head.endswith(CLOSE) else CLOSED
 
-    def refuse(
-        self,
-        status: int,
-        payload: bytes,
-        *,
-        close: bool = False,
-        extra: Mapping[str, str] | None = None,
-        on_lost: Callable[[str], None] | None = None,
-    ) -> Reply:
+    def refuse(self, status: int, payload: bytes, *, close: bool = False) -> Reply:
         """Hand an error answer over; closes where told to and where a body was left unread."""
         close = close or not self.keep_alive or not self._payload.is_eof()
-        return self.deliver(
-            response_head(status, len(payload), close=close, extra=extra), payload, on_lost
-        )
+        return self.deliver(response_head(status, len(payload), close=close), payload)
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         """aiohttp calls this before a stream's head is sent."""

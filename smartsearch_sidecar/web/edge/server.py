@@ -48,9 +48,7 @@ class EdgeObserver(Protocol):
         """A handler or a callback of its raised what it must not; the client got a 500 if any."""
 
     def overflow(self) -> None:
-        """A connection over ``connections_max`` was closed unread. Strangers' connections had made
-        room before, so the one refused was a rollout's or the trainer's.
-        """
+        """A connection over ``connections_max`` was closed unread: no stranger was left to cut."""
 
 
 class EdgeConnection(web.RequestHandler):
@@ -77,11 +75,6 @@ class EdgeConnection(web.RequestHandler):
         self._tail = b""
         self._bye: asyncio.Future[None] | None = None
         self._poller: select.poll | None = None
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop it runs on."""
-        return self._loop
 
     @property
     def draining(self) -> bool:
@@ -373,13 +366,10 @@ class EdgeServer(web.Server):
     ) -> None:
         """Make a server that no connection can reach before `runtime.listen`.
 
-        Args:
-            handler: answers every request; what it raises is answered with a constant 500.
-            capability_marker: ``b"/" + execute capability + b"/"``; a connection whose bytes hold
-                it is no stranger's.
-            keepalive_seconds: bounds idle connections, and headers that do not become whole.
-            connections_max: connections open at once.
-            stall_seconds: a peer that takes no byte for as long is dropped by the kernel.
+        What ``handler`` raises is answered with a constant 500. A connection whose bytes hold
+        ``capability_marker`` (``b"/" + execute capability + b"/"``) is no stranger's.
+        ``keepalive_seconds`` bounds idle connections, and headers that do not become whole; the
+        kernel drops a peer that takes no byte for ``stall_seconds``.
 
         Raises:
             InvariantBroken: the marker is empty, or a bound is zero.
