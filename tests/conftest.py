@@ -188,7 +188,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A run that lacks the pinned scorer says so, whatever else it prints of skipped tests."""
+    """A run without the pinned scorer prints a warning, with or without a list of skipped tests."""
     for report in terminalreporter.stats.get("skipped", []):
         if isinstance(report, pytest.TestReport) and MISSING in _reason(report):
             terminalreporter.write_line(f"WARNING: {MISSING}", red=True, bold=True)

@@ -81,7 +81,7 @@ def split(path: Path) -> tuple[list[str], list[Fence], list[int]]:
 
 
 def links(path: Path) -> Iterator[str]:
-    """Every target of a link or picture, in order; what stands in code is none."""
+    """Every target of a link or picture, in order; code is left out."""
     prose, _, _ = split(path)
     text = re.sub(r"`[^`\n]*`", "", "\n".join(prose))
     yield from re.findall(r"\[[^\]\n]*\]\(([^)\s]+)\)", text)

@@ -1,11 +1,11 @@
-"""Every fault of edge, client, provider and ledger as one table: what each of them comes to.
+"""Every fault of edge, client, provider and ledger as one table, each with its outcome.
 
 A row is a fault done to a real daemon over real sockets, and its outcome: what the client is
 answered, why the latch closes, what counts, what health says and what the process exits with. After
 each row the history is verified, nothing of a capability is in a file or in the log, and a failed
 run is resumed to show that it stays failed (invariants 1, 4, 5, 7, 9 to 11, 13 and 14 of the
-package's README). That 2,000 idle connections hurt nobody, and what a stalled reader comes to, is
-beside the edge (``web/test_edge_hostile.py``, ``web/test_edge.py``).
+package's README). That 2,000 idle connections disturb no request, and the outcome of a stalled
+reader, are tested beside the edge (``web/test_edge_hostile.py``, ``web/test_edge.py``).
 """
 
 from __future__ import annotations
@@ -263,12 +263,12 @@ LEDGER: list[Fault] = [
 # fmt: on
 
 
-# --- what each comes to ---------------------------------------------------------------------------
+# --- the outcome of each --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [*CLIENT, *PROVIDER, *LEDGER], ids=lambda fault: fault.name)
 async def test_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: Fault) -> None:
-    """The fault comes to exactly its row, and to nothing else, also after a restart."""
+    """The fault has exactly the outcome of its row, also after a restart."""
     directory = tmp_path / "run"
     async with served(directory, provider=fault.provider(), disk=fault.disk(), **fault.keys) as run:
         await hold(run, fault)
@@ -382,7 +382,7 @@ async def test_remote_retriever_dies(tmp_path: Path) -> None:
 
 
 async def test_remote_passages_drift(tmp_path: Path) -> None:
-    """The same document with other contents is drift, under whatever identity was declared."""
+    """The same document with other contents is drift, under any declared identity."""
     async with remote(tmp_path / "run", retrieval__cache_mib=0) as (run, retriever):
         assert await ask(run) == (200, None)
         retriever.revision = 2

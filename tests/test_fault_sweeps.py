@@ -231,7 +231,7 @@ class NoEndpoints(Disk):
 
 
 async def test_endpoints_that_cannot_be_written(tmp_path: Path) -> None:
-    """A run that nobody could find is not served: a named error, and the lock is given back."""
+    """A run whose endpoints cannot be written is not served: a named error, and a free lock."""
     message = await served_and_stopped(tmp_path / "run", disk=NoEndpoints())
     assert isinstance(message, str)
     assert "No space left" in message

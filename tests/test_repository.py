@@ -254,7 +254,7 @@ def test_every_test_says_what_must_be_true() -> None:
 
 
 def test_no_path_of_a_machine() -> None:
-    """No tracked file names a folder of somebody's machine."""
+    """No tracked file names a folder of one machine."""
     folder = re.compile(r"(?<![\w.~\]})>-])/(work|root|tmp|Users)/\w")
     found = [f"{name}:{number}" for name, number, line in texts() if folder.search(line)]
     assert not found, f"a path of a machine: {found}"

@@ -123,7 +123,7 @@ class Walk:
                 await asyncio.sleep(0)
         else:
             writer.write(data)
-        if 0.1 <= kind < 0.15:  # gone, now or soon, with whatever has come left unread
+        if 0.1 <= kind < 0.15:  # leaves, now or soon, and does not read what arrived
             await asyncio.sleep(self._rng.choice((0.0, 0.001, 0.01)))
             self._counts.left += 1
             writer.transport.abort() if self._rng.random() < 0.5 else writer.close()
@@ -209,7 +209,7 @@ def check_counts(counts: Counts, health: dict[str, Any], kinds: Counter[str]) ->
     assert health["delivery_lost"] == kinds["delivery.lost"] == counts.left
     attempts = health["retrieval_attempts"]
     assert attempts == health["retrieval_responses"] == kinds["retrieval.answered"]
-    # Who left while waiting had no attempt; everybody else who asked had exactly one.
+    # A client that left while waiting had no attempt; every other one had exactly one.
     assert counts.answered <= attempts <= counts.answered + counts.left
     assert health["retrieval_declined"] == kinds["retrieval.declined"] == counts.declined
     assert health["refused"].keys() <= {"response_undelivered"}

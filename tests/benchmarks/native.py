@@ -22,7 +22,7 @@ THREADS = 8
 
 
 def thread(url: str, queries: list[str], name: str, until: float) -> tuple[list[float], list[str]]:
-    """Asks until the time is up; milliseconds of each answer, and the texts that are none."""
+    """Asks until the time is up, and returns milliseconds of each answer and the error texts."""
     took: list[float] = []
     errors: list[str] = []
     asked = 0

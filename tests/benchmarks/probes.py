@@ -90,7 +90,7 @@ def search(how: str, index: str, queries: str, seconds: str, threads: str) -> di
 
 
 def solution(row: int, rounds: int) -> str:
-    """A rollout of so many rounds, whose passages are nobody else's."""
+    """A rollout of so many rounds, whose passages no other row shares."""
     texts = [
         (query, "\n\n".join(str(item["contents"]) for item in documents_for(query)))
         for query in (f"row {row} round {number}" for number in range(rounds))

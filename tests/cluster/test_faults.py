@@ -202,7 +202,7 @@ def searches(daemon: DaemonProcess) -> int:
 
 
 async def whole(daemon: DaemonProcess, receipt: CheckpointReceipt | None = None) -> Verification:
-    """What its ledger comes to."""
+    """The verification of the daemon's ledger."""
     return await asyncio.to_thread(lambda: verify(daemon.directory, receipt=receipt))
 
 

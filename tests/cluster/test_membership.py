@@ -93,7 +93,7 @@ LINKED = {
     "link, liveness, status", list(itertools.product(Link, Liveness, RunStatus))
 )
 def test_every_cell(link: Link, liveness: Liveness, status: RunStatus) -> None:
-    """Each combination of facts comes to what the design says, spelt out apart from the rows."""
+    """Each combination of facts has the weight that the design states, spelt out here once more."""
     expected = LINKED[liveness][list(RunStatus).index(status)]
     if link is not Link.UP and status is not RunStatus.FAILED:
         expected = DOWN if link is Link.DOWN else CUT
@@ -276,7 +276,7 @@ def test_a_node_that_comes_too_late_stays_lost() -> None:
 
 
 def test_a_node_that_ended_cleanly_is_settled() -> None:
-    """It has nothing more to say, and silence is what is expected of it."""
+    """A node that ended cleanly sends no further state, and its silence is no failure."""
     one = members("a", "b")
     one.on_state("b", state("b", 2, ended=True), 1.0)
     assert tick(one, 1.0, 10 * LOST) == RunVerdict(RunStatus.HEALTHY)

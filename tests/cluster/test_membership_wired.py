@@ -1,4 +1,4 @@
-"""Nodes and servers that go away: what the run is meanwhile, and what it comes to."""
+"""Nodes and servers that go away: the run's status meanwhile, and its verdict at the end."""
 
 from __future__ import annotations
 

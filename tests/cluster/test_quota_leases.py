@@ -213,7 +213,7 @@ def lease_of(value: Leases, block: int = 100) -> NodeLease:
 
 
 def test_what_is_left_is_the_lease_less_what_was_used() -> None:
-    """Nothing is remembered but the lease: a resumed node comes to the same from its journal."""
+    """The rest is computed from lease and use alone, so a resumed node finds it in its journal."""
     value, _ = leased(run(), "a", {SEARCHES: 256})
     node = lease_of(value)
     assert node.left(SEARCHES, 0) == 256

@@ -87,8 +87,10 @@ async def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
         (None, "cannot be read"),
     ],
 )
-async def test_questions_that_are_none(tmp_path: Path, questions: bytes | None, words: str) -> None:
-    """Each is one sentence about the file, before anything is asked."""
+async def test_a_bad_questions_file_is_refused(
+    tmp_path: Path, questions: bytes | None, words: str
+) -> None:
+    """Each refusal is one sentence about the file, before the retriever is asked."""
     async with FakeRetriever() as retriever:
         desk = Desk(tmp_path, retriever.url)
         desk.questions.unlink()

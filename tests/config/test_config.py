@@ -562,7 +562,7 @@ def test_no_view_of_a_configuration_shows_a_secret() -> None:
 
 
 def test_digest_names_the_behaviour_not_the_place() -> None:
-    """Two runs that behave alike have one digest, whatever their directories, ports and secrets."""
+    """Two runs that behave alike have one digest, also if directories, ports and secrets differ."""
     plain = loaded()
     elsewhere = loaded(
         run__directory="/runs/7", server__port=1, server__execute_capability=CAPABILITY

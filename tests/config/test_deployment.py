@@ -110,7 +110,7 @@ def test_the_sidecar_is_native_and_probed_by_its_own_listener(
     manifests: dict[str, Any], pod: dict[str, Any], job: str, tmp_path: Path
 ) -> None:
     """An init container that stays, started and alive by /livez, ready by /readyz: a latched run is
-    alive and never ready, so nothing restarts it and everybody sees it.
+    alive and never ready, so the cluster does not restart it and its readiness shows it.
     """
     sidecar = pod["initContainers"][0]
     config = configured(manifests, job, tmp_path)

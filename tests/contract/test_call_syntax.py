@@ -127,7 +127,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_anything_else_is_refused(call: str) -> None:
-    """A call that is not the one literal call is a wrong program's, whatever its query."""
+    """A call that is not the one literal call is refused as invalid, also with a sound query."""
     assert refusal(call).cause == "invalid_native_request"
 
 

@@ -88,7 +88,7 @@ def test_every_vector_agrees_in_the_reference_reading() -> None:
 
 
 def test_every_vector_agrees_in_the_training_reading() -> None:
-    """Only well-formed calls are declined; whatever is refused is so for more than its query."""
+    """Only well-formed calls are declined; a refused call has a fault other than its query."""
     for row in vectors():
         body = row["body"]
         cause, call = reading(json.dumps(body).encode())
@@ -97,7 +97,7 @@ def test_every_vector_agrees_in_the_training_reading() -> None:
             assert call.problem in {None, QueryProblem.protocol_tag}, row
         elif call is not None:
             assert cause is not None
-            # Declined: with a query that is sound in its place, the same call would be served.
+            # Declined: the query is the only fault, and with a sound one the call is served.
             tree = ast.parse(body["call"], mode="eval")
             assert isinstance(tree.body, ast.Call)
             for keyword in tree.body.keywords:
@@ -199,7 +199,7 @@ def test_accepted_environments_are_remembered_and_refused_ones_are_not() -> None
 
 
 def test_an_environment_without_utf8_form_is_refused() -> None:
-    """A text that cannot be hashed is not accepted, whatever the list holds, and not a crash."""
+    """A text that cannot be hashed is refused under any list of environments, without a crash."""
     rules = ExecuteRules(ENV, frozenset({"", environment_digest('"http://a/search"')}))
     assert cause_of(body_of(native("x"), env=LONE), rules) == CALL
     assert parse_execute(body_of(native("x"), env='"http://b/search"'), rules).problem is None

@@ -89,7 +89,7 @@ def test_strict_json_takes(body: bytes, value: Any) -> None:
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 @pytest.mark.parametrize("depth", [1, 63, 64, 65, 66, 128, 130, 5_000, 100_000])
 def test_depth_is_bounded_by_us(opening: bytes, depth: int) -> None:
-    """Sixty-four levels are read and sixty-five refused, whatever the interpreter could take."""
+    """Sixty-four levels are read and sixty-five refused, by our bound, not the interpreter's."""
     closing = b"]" if opening == b"[" else b"}"
     body = opening * depth + b"1" + closing * depth
     if depth <= 64:

@@ -11,7 +11,7 @@ from tests.crash.harness import Launcher
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
-    """Forks daemons; whatever still runs is ended with it."""
+    """Forks daemons, and ends those that still run at the end of the test."""
     started = Launcher()
     yield started
     started.close()

@@ -63,7 +63,7 @@ class Launcher:
         passage_bytes: int = 100,
         **keys: Any,
     ) -> Daemon:
-        """A daemon on ``directory``, which dies the ``nth`` time it comes to ``point``."""
+        """A daemon on ``directory``, which dies the ``nth`` time it reaches ``point``."""
         log = directory.with_suffix(".log")
         pid = self._ask(
             directory=str(directory),
@@ -145,14 +145,14 @@ class Daemon:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for yet does not."""
+    """Whether a process runs; a zombie, which has ended and is not yet reaped, does not."""
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return state != "Z"
 
 
 @dataclass
 class Load:
-    """Client threads that ask until nobody answers 200 any more, and remember what they were told.
+    """Client threads that each ask until an answer is not 200, and keep the results they got.
 
     Every second query is a repeat, so that cached answers are among them.
     """

@@ -31,7 +31,7 @@ POLL_SECONDS = 0.002
 
 
 class KillingDisk(Disk):
-    """Kills this process the ``nth`` time it comes to a point.
+    """Kills this process the ``nth`` time it reaches a point.
 
     ``point`` is a name of ``Disk.point`` (``torn:`` stands for every set-aside copy), or a file
     with ``:half``: the process dies when half of a write to it is done. Writes to the journal are

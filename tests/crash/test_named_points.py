@@ -118,7 +118,7 @@ def test_killed_while_the_latch_is_written(launcher: Launcher, tmp_path: Path, p
 
 
 def test_killed_behind_its_orderly_end(launcher: Launcher, tmp_path: Path) -> None:
-    """Once ``run.closed`` is on the medium the end was clean, whatever happens after it."""
+    """Once ``run.closed`` is on the medium the end is clean, also if a kill follows."""
     directory = tmp_path / "run"
     daemon = launcher.start(directory, point="endpoints.json:removed")
     with load(daemon.ready()) as clients:
@@ -276,7 +276,7 @@ def named_points() -> set[str]:
 
 
 def test_every_point_is_killed_at() -> None:
-    """A point that the ledger names is in a table above, for every file that comes to it."""
+    """A point that the ledger names is in a table above, for every file that reaches it."""
     struck = {point for point, *_ in (*STARTING, *LOADED, *((one, 1) for one in LATCHING))}
     struck |= {point for _, point, _ in RESUMING}
     files = {":removed": ("endpoints.json",)}

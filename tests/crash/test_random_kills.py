@@ -1,7 +1,7 @@
-"""``kill -9`` at a moment of nobody's choice: under load, while stopping, while resuming.
+"""``kill -9`` at a random moment: under load, while stopping, while resuming.
 
-The seed of every run is in its test's name: ``-k 'kill and 1042'`` runs it again. The moment itself
-is the machine's.
+The seed of every run is in its test's name: ``-k 'kill and 1042'`` runs it again. The exact moment
+also depends on the machine.
 """
 
 from __future__ import annotations

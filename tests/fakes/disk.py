@@ -102,7 +102,7 @@ class ForgetfulDisk(Disk):
 
     Files under ``base`` go back to the bytes of their last sync, or keep a random part of what came
     after it (``rng``), now and then as NUL bytes: a length that was written before its data. A name
-    whose directory was not synced since is gone, and whatever lies under it.
+    whose directory was not synced since is gone, with everything under it.
     """
 
     def __init__(self, base: Path) -> None:
@@ -164,7 +164,7 @@ class ForgetfulDisk(Disk):
 
 
 class Crash(OSError):
-    """The process is gone; whoever catches this has no effect on the disk any more."""
+    """The process is gone; code that catches this can no longer change the disk."""
 
 
 class CrashingDisk(ForgetfulDisk):

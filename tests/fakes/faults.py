@@ -242,7 +242,7 @@ async def wait_too_long(run: Served) -> Answered:
 
 
 def answering(value: Any) -> Callable[[], FakeProvider]:
-    """A provider that answers this, whatever it is."""
+    """A provider that answers this value, unchanged and unchecked."""
 
     def made() -> FakeProvider:
         provider = FakeProvider()
@@ -359,7 +359,7 @@ class StrickenDisk(Disk):
 
 
 def filling(left: int) -> Act:
-    """The disk takes so many bytes more, and somebody asks."""
+    """The disk takes so many bytes more, and a rollout asks."""
 
     async def act(run: Served) -> Answered:
         disk = run.daemon.files.disk
@@ -371,7 +371,7 @@ def filling(left: int) -> Act:
 
 
 async def turn_read_only(run: Served) -> Answered:
-    """The filesystem is remounted read-only, and somebody asks."""
+    """The filesystem is remounted read-only, and a rollout asks."""
     disk = run.daemon.files.disk
     assert isinstance(disk, ReadOnlyDisk)
     disk.read_only = True

@@ -115,7 +115,7 @@ class FakeHelper:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Stops listening; whatever hangs is let go."""
+        """Stops listening; requests that hang are released."""
         self.stopping.set()
         runner, self._runner = self._runner, None
         if runner is not None:

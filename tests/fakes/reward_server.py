@@ -35,7 +35,7 @@ class RewardServer:
 
     Attributes:
         reward: row to reward.
-        seconds: how long a request for rewards takes, whatever it holds: rows go side by side.
+        seconds: how long a request for rewards takes, at any number of rows: they run side by side.
         answers: route to what it answers instead: ``(status, value)``, a body, ``HANG_UP``,
             ``GARBLED``, or a function that is handed the request's value and returns one of these.
         failing: answer the request for rewards of this number (from 1) with 502 and latch.

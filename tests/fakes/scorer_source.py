@@ -76,7 +76,7 @@ def generate_response(prompt: str) -> str:
 
 
 def get_model_score(prompt: str) -> str:
-    """The verdict of one round, whatever it says."""
+    """The verdict of one round, unchecked."""
     found = re.search(r"<answer>(.*?)</answer>", generate_response(prompt), re.DOTALL)
     return found.group(1).strip() if found else ""
 

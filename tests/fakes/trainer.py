@@ -5,8 +5,8 @@ trainer-side file, and nothing else of this repository.
 
 As the pinned trainer has it: the manager decodes prompt and response of one row together, calls
 with keywords, writes a line for each row and returns no ``reward_extra_info``; the trainer reads
-that key all the same, takes whatever was raised for a reason to score the batch once more, and
-hands its configuration to whoever prints or tracks it. As current verl has it: ``run_single`` of a
+that key all the same, scores the batch once more after any exception, and hands its
+configuration to the code that prints or tracks it. As current verl has it: ``run_single`` of a
 row, the response alone, decoded without special tokens, a plain function in a thread, a coroutine
 function awaited; ``rate_limited`` gives 0.0 for any exception; and the batch manager of
 earlier verl.
@@ -228,7 +228,7 @@ PINNED: dict[str, dict[str, type]] = {
 
 
 def modules(table: dict[str, dict[str, type]]) -> dict[str, Any]:
-    """Modules for ``sys.modules``, each with classes of its own that nobody has wrapped yet."""
+    """Modules for ``sys.modules``, each with fresh copies of its classes, not yet wrapped."""
     made = {}
     for name, classes in table.items():
         made[name] = module = types.ModuleType(name)

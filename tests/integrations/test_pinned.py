@@ -141,7 +141,7 @@ def test_rewards_are_kept_apart_by_text_and_answers(server: RewardServer, tmp_pa
 
 @pytest.mark.usefixtures("pinned")
 def test_a_reward_is_found_by_exact_text_and_answers(server: RewardServer, tmp_path: Path) -> None:
-    """If the second walk is not the first, a reward still fits its row, or there is none."""
+    """If a second pass over a batch has another order, a reward fits its row or the call fails."""
 
     class Turning(trainer.Batch):
         """Rows that are handed out backwards once all of them have been looked at."""
@@ -453,7 +453,7 @@ def test_an_old_receipt_does_not_vouch_for_half_a_checkpoint(
 def test_a_receipt_that_cannot_be_written_stops_the_run(
     server: RewardServer, tmp_path: Path
 ) -> None:
-    """A checkpoint that nobody could load again is no reason to train on."""
+    """A checkpoint without its receipt cannot be loaded again, so the save raises."""
     run = build(tmp_path)
     (tmp_path / "global_step_0" / "sidecar_receipt.json.new").mkdir(parents=True)
     with pytest.raises(RuntimeError, match="the receipt of step 0 is not written"):
@@ -514,7 +514,7 @@ def test_loading_past_the_gate_is_noticed(server: RewardServer, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("pinned")
-def test_rollouts_get_the_address_and_nobody_else(
+def test_only_rollouts_get_the_address(
     server: RewardServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The word in the configuration becomes the address for the workers alone."""

@@ -54,7 +54,7 @@ if sys.version_info >= (3, 14):
 class Driver:
     """A Ray driver, told by JSON lines: ``{"do": method, ...}`` to ``{"result"}`` or ``{"error"}``.
 
-    An error is the text of whatever was raised, with its class: what a person would see.
+    An error is the text of the exception, with its class, as a person would see it.
     """
 
     def __init__(self, folder: str) -> None:
@@ -478,7 +478,7 @@ def networks(ray: Ray) -> Iterator[dict[str, str]]:
             ip("-n", name, "route", "add", "default", "via", "10.231.77.1")
     except (OSError, subprocess.CalledProcessError):
         let_go()
-        pytest.skip("this machine lets nobody make network namespaces")
+        pytest.skip("this machine does not allow network namespaces")
     yield names
     let_go()
 

@@ -134,7 +134,7 @@ def _pinned_form(question: str, response: str) -> str:
 
 @functools.cache
 def _unseen() -> str:
-    """The words that stand for a system prompt nobody has handed over."""
+    """The words that stand for a system prompt that the function has not been given."""
     return str(held_by(load())["UNSEEN_SYSTEM_PROMPT"])
 
 
@@ -206,7 +206,7 @@ def test_anything_but_a_finite_number_is_refused(
         score(load(name), extra_info={"question": ASKED})
 
 
-def test_a_failure_nobody_foresaw_says_its_kind_alone(server: RewardServer) -> None:
+def test_an_unforeseen_failure_says_its_kind_alone(server: RewardServer) -> None:
     """The text of a foreign exception may hold a rollout or an answer: it goes no further."""
 
     class Odd:
@@ -233,7 +233,7 @@ async def test_every_row_of_a_failed_request_raises(server: RewardServer) -> Non
 
 
 async def test_a_reward_given_up_on_is_a_failure(server: RewardServer) -> None:
-    """Whoever stops waiting may put another number in its place: the latch is asked for."""
+    """A caller that stops waiting may train on another number, so the latch is asked for."""
     function = load("compute_score_async")
     entered, leave = threading.Event(), threading.Event()
     told = threading.Event()
@@ -265,7 +265,7 @@ async def test_a_reward_given_up_on_is_a_failure(server: RewardServer) -> None:
     assert len(server.asked("/reward/batch")) == 1
 
 
-def test_a_row_nobody_waits_for_is_not_sent(server: RewardServer) -> None:
+def test_an_unawaited_row_is_not_sent(server: RewardServer) -> None:
     """A row that was withdrawn before its request began leaves no trace, not even a failure."""
     function = load()
     sender = held_by(function)["_SENDER"]
@@ -356,7 +356,7 @@ def test_a_swallowing_manager_keeps_the_file_from_loading(manager: str, section:
 async def test_a_swallowing_manager_gets_no_number(
     by: str, name: str, server: RewardServer
 ) -> None:
-    """Under rate_limited the refusal is none of the exceptions that it turns into 0.0."""
+    """Under rate_limited the refusal is an exception that it does not turn into 0.0."""
     tokenizer = trainer.Tokenizer()
     manager: Any = trainer.RateLimitedRewardManager(tokenizer, load(name))
     if by == "module":

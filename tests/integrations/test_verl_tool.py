@@ -236,7 +236,7 @@ async def test_no_trajectory_begins_after_a_failure(
 async def test_the_first_failure_is_the_last(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has failed asks nothing more, also where the cause has gone."""
+    """A process that has failed sends no further search, also after the cause has gone."""
     async with beside(tmp_path, monkeypatch) as run:
         nowhere = module.SidecarSearch({"endpoints": str(tmp_path / "nothing")})
         await expect_raised(nowhere, "cannot be read")
@@ -330,7 +330,7 @@ async def test_a_capability_that_is_echoed_goes_no_further(module: Any, tmp_path
 async def test_a_sidecar_that_hangs_is_a_failure(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tool gives up by itself, and the sidecar notices that its answer reached nobody."""
+    """The tool times out by itself, and the sidecar notices that its answer was not delivered."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
     async with beside(tmp_path, monkeypatch, provider) as run:

@@ -157,8 +157,8 @@ async def test_a_hand_reports_what_was_raised_and_goes_on() -> None:
         await asyncio.to_thread(thread.stop)
 
 
-async def test_a_job_nobody_awaits_any_more_is_done() -> None:
-    """Who is cancelled while a job is under way neither stops it nor hears of it."""
+async def test_a_job_that_is_no_longer_awaited_is_done() -> None:
+    """A caller that is cancelled while its job runs neither stops the job nor gets its result."""
     thread = DiskThread()
     held, begun, ended = threading.Event(), threading.Event(), []
 

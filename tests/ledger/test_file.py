@@ -43,7 +43,7 @@ def mode(path: Path) -> int:
 
 
 def test_only_the_owner_can_read_a_run(tmp_path: Path) -> None:
-    """Directories are 0700 and files 0600: queries and passages are nobody else's."""
+    """Directories are 0700 and files 0600, so other users cannot read queries and passages."""
     files = created(tmp_path / "runs" / "one")
     files.create_only(CLAIM, b"{}")
     files.replace(ENDPOINTS, b"{}")
@@ -91,11 +91,11 @@ def test_lock_is_free_again_after_close(tmp_path: Path) -> None:
 
 
 def test_missing_lock_is_free(tmp_path: Path) -> None:
-    """A directory that nobody ever locked is not being served."""
+    """A directory without a lock file is not being served."""
     assert not is_locked(tmp_path / LOCK)
 
 
-def test_somebody_who_only_looks_does_not_take_the_run(tmp_path: Path) -> None:
+def test_a_look_at_the_lock_does_not_take_the_run(tmp_path: Path) -> None:
     """Looking is a shared lock of microseconds: taking the lock waits it out."""
     created(tmp_path / "run").close()
     looking = os.open(tmp_path / "run" / LOCK, os.O_RDONLY)
@@ -103,7 +103,7 @@ def test_somebody_who_only_looks_does_not_take_the_run(tmp_path: Path) -> None:
 
     class Looked(CountingDisk):
         def close(self, fd: int) -> None:
-            super().close(fd)  # the first try has failed: whoever looked is gone now
+            super().close(fd)  # the first try has failed: the shared lock goes now
             fcntl.flock(looking, fcntl.LOCK_UN)
 
     files = RunFiles(tmp_path / "run", disk=Looked())
@@ -146,7 +146,7 @@ def test_abandoned_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_claimed_run_is_not_abandoned(tmp_path: Path) -> None:
-    """From its claim on a run's directory stays, whatever happened."""
+    """Once a run's claim is written, its directory stays, also if the start is abandoned."""
     files = created(tmp_path / "run")
     files.create_only(CLAIM, b"{}")
     files.abandon()

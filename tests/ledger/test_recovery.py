@@ -158,7 +158,7 @@ def test_writer_goes_on_where_the_journal_ends(run: Written) -> None:
 
 
 def test_end_without_run_closed_is_unclean(tmp_path: Path) -> None:
-    """What was asked while the process was down is rollout text that nobody saw."""
+    """Without run.closed a rollout may hold an error text that the journal does not record."""
     run = write_run(tmp_path / "run", searches(3))
     found = resumed(run.directory)
     assert not found.clean
@@ -170,7 +170,7 @@ def test_end_without_run_closed_is_unclean(tmp_path: Path) -> None:
 
 
 def test_unsettled_searches_are_named(tmp_path: Path) -> None:
-    """A search that no answer settles closes the latch whatever is configured."""
+    """A search that no answer settles closes the latch under every configured policy."""
     run = write_run(
         tmp_path / "run",
         [*searches(1), requested(2, "two"), requested(3, "three"), answered(2, "2")],

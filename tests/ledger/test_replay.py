@@ -66,7 +66,7 @@ def test_answers_are_compared_by_rank(
     assert bool(detail) == (outcome is not Outcome.EQUAL)
 
 
-def test_changed_text_is_different_whatever_its_score() -> None:
+def test_changed_text_is_different_at_any_score() -> None:
     """The same id with other contents is another document, and no tie explains it."""
     old = ranked(A, B)
     new = [old[0], {**old[1], "contents": "other"}]

@@ -104,7 +104,7 @@ async def test_failed_run_stays_failed(tmp_path: Path) -> None:
 
 
 async def test_torn_tail_is_set_aside_and_trimmed(tmp_path: Path) -> None:
-    """Half a line nobody was answered from is kept beside the journal, and the run is not good."""
+    """Half a line, from which no answer was sent, is kept beside the journal and cut from it."""
     directory = tmp_path / "run"
     async with served(directory) as run:
         await run.execute("one")

@@ -97,7 +97,7 @@ def test_whole_run_is_told_with_its_counts(run: Written) -> None:
 
 
 def test_documents_can_be_read_as_well(run: Written) -> None:
-    """The slower reading comes to the same."""
+    """The slower reading, with documents, has the same result."""
     assert verify(run.directory, documents=True).as_json() == verify(run.directory).as_json()
 
 

@@ -266,8 +266,8 @@ async def test_close_writes_what_is_queued(tmp_path: Path) -> None:
 
 
 @pytest.mark.both_loops
-async def test_cancelled_wait_hurts_nobody(tmp_path: Path) -> None:
-    """Who stops waiting for a receipt neither unwrites the record nor delays the others."""
+async def test_cancelled_wait_changes_no_other_receipt(tmp_path: Path) -> None:
+    """A cancelled wait for a receipt neither removes the record nor delays the others."""
     async with writing(tmp_path / "run", start=False) as run:
 
         async def receipt(number: int) -> Receipt:
@@ -286,7 +286,7 @@ async def test_cancelled_wait_hurts_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.both_loops
 async def test_cancelled_close_leaves_the_writer_to_finish(tmp_path: Path) -> None:
-    """Records already decided are written although nobody waits for the end any more."""
+    """Records already decided are written, although no task awaits the end of the writer."""
     async with writing(tmp_path / "run") as run:
         waiting = [run.writer.post_for_receipt(record(number)) for number in range(1, 50)]
         closing = asyncio.create_task(run.writer.close())
@@ -298,7 +298,7 @@ async def test_cancelled_close_leaves_the_writer_to_finish(tmp_path: Path) -> No
 
 @pytest.mark.both_loops
 async def test_cancelled_writer_fails_and_tells(tmp_path: Path) -> None:
-    """Were the task itself cancelled, nobody would wait for ever and nothing would be accepted."""
+    """If the task itself is cancelled, open receipts fail and further records are refused."""
     async with writing(tmp_path / "run") as run:
         await run.writer.post_for_receipt(record(1))
         receipt = run.writer.post_for_receipt(record(2))
@@ -320,7 +320,7 @@ async def test_cancelled_writer_fails_and_tells(tmp_path: Path) -> None:
 
 
 async def expect_failure(run: Run, first_lost: int, posted: int = 40) -> None:
-    """Posts until the ledger fails; everybody is told, once, and nothing is tried again."""
+    """Posts until the ledger fails: every open receipt fails, once, and no write is tried again."""
     waiting = [run.writer.post_for_receipt(record(number)) for number in range(1, posted + 1)]
     done = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(item) for item in done[first_lost - 1 :]] == [errors.LedgerFailed] * (
@@ -416,8 +416,8 @@ async def test_failed_latch_write_is_a_failure(tmp_path: Path) -> None:
         assert len(run.failures) == 1
 
 
-async def test_fault_in_the_writer_itself_fails_everybody(tmp_path: Path) -> None:
-    """Whatever stops the task, nobody waits for a receipt that never comes."""
+async def test_fault_in_the_writer_itself_fails_every_receipt(tmp_path: Path) -> None:
+    """An error in the task itself fails the open receipts, so no caller waits for ever."""
 
     def broken() -> str:
         raise ValueError("no time")
@@ -487,7 +487,7 @@ async def test_overflow_while_writing_stops_the_task(
         first = await overflow(run, disk)
         assert (await first).seq == 1
         assert run.writer._task is not None
-        await asyncio.wait_for(run.writer._task, 10)  # by itself: nobody has closed it
+        await asyncio.wait_for(run.writer._task, 10)  # by itself, without a close
         assert run.numbers() == [1]
         latch = run.latch()
         assert latch is not None

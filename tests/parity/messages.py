@@ -75,7 +75,7 @@ def _many_headers(count: int) -> str:
 _PARSER: dict[str, tuple[bytes, Outcome, Outcome]] = {
     # --- the request line -------------------------------------------------------------------------
     "lower-case method": (_line("POST", "post"), Outcome(501), REFUSED),
-    "a method of nobody": (_line("POST", "FOO"), Outcome(501), REFUSED),
+    "an unknown method": (_line("POST", "FOO"), Outcome(501), REFUSED),
     "HTTP/0.9": (_line("HTTP/1.1", "HTTP/0.9"), NO_ANSWER, ANSWERED),
     "HTTP/1.2": (_line("HTTP/1.1", "HTTP/1.2"), ANSWERED, REFUSED),
     "HTTP/2.0": (_line("HTTP/1.1", "HTTP/2.0"), NO_ANSWER, ANSWERED),

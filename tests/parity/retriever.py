@@ -93,7 +93,7 @@ class Held(Scripted):
         self.entered.set()
         try:
             if not self.release.wait(self.PATIENCE):
-                raise TimeoutError("nobody released the search")
+                raise TimeoutError("the search was not released")
             return super().search(query, top_n)
         finally:
             with self._counting:
@@ -104,7 +104,7 @@ _CHOICE: list[Any] = []
 
 
 def choose(retriever: Any) -> str:
-    """Hands a retriever to whoever opens the returned ``module:factory`` next."""
+    """Hands a retriever to the code that opens the returned ``module:factory`` next."""
     _CHOICE[:] = [retriever]
     return FACTORY
 

@@ -106,7 +106,7 @@ class Reference:
         return read_files(self.directory)
 
     def slots_free(self) -> int:
-        """Of its eight: it shows them to nobody, so they are read out of its handler's closure."""
+        """Of its eight: it does not expose them, so they are read out of its handler's closure."""
         post: Any = self.server.RequestHandlerClass.do_POST  # type: ignore[attr-defined]
         capacity = post.__closure__[post.__code__.co_freevars.index("capacity")].cell_contents
         return int(capacity._value)

@@ -84,7 +84,7 @@ def searched(*turns: rollouts.Turn) -> str:
 def refuses(score: Any, solution: str, truth: Any) -> bool:
     try:
         score(None, solution, truth)
-    except Exception:  # noqa: BLE001 - whatever it raises, it gave no reward
+    except Exception:  # noqa: BLE001 - after any exception there is no reward
         return True
     return False
 
@@ -195,7 +195,7 @@ async def test_health_and_rewards_are_asked_over_http(tmp_path: Path) -> None:
 
 
 async def test_differs_reward_provenance(tmp_path: Path, scorer: Callable[..., Any]) -> None:
-    """A block that nobody answered is scored there; here it refuses the score and latches."""
+    """A block that the run did not answer is scored there; here it is refused and latches."""
     solution = searched(rollouts.Turn(query="lost", text="error: 502"))
     assert not refuses(scorer(), solution, TRUTH)
     async with rewarded(tmp_path) as rewards:
@@ -243,7 +243,7 @@ async def test_differs_reward_reuse_identical(tmp_path: Path, scorer: Callable[.
 async def test_differs_reward_unparsed_share_max(
     tmp_path: Path, scorer: Callable[..., Any]
 ) -> None:
-    """Verdicts that nobody understands raise rewards for ever there; here they end the run."""
+    """Verdicts that cannot be parsed raise rewards for ever there; here they end the run."""
 
     def verdict(_prompt: str) -> str:
         return "<answer>Score: 0"

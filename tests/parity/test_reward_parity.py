@@ -122,7 +122,7 @@ def theirs(
     for case in cases:
         try:
             rewards.append(scorer(None, case.solution_str, case.ground_truth))
-        except Exception:  # noqa: BLE001 - whatever it raises, it gave no reward
+        except Exception:  # noqa: BLE001 - after any exception there is no reward
             rewards.append(None)
     assert left == []
     return rewards, dict(scorer.usage)

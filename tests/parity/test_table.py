@@ -15,7 +15,7 @@ IDS = [row.id for row in DIFFERENCES]
 
 
 def test_every_row_has_its_test_and_every_test_its_row() -> None:
-    """A row without a test, or a test without a row, is a claim that nobody holds."""
+    """Every row of the table has one test, and every test of a difference has one row."""
     tests = [
         node.name
         for path in Path(__file__).parent.glob("test_*.py")

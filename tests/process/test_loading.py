@@ -1,4 +1,4 @@
-"""A daemon that loads: verification shows how far it is, and nobody who asks meets silence."""
+"""A daemon that loads: verification shows its progress, and every request gets an answer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_verifying_an_index_does_not_silence_the_daemon(
     tmp_path: Path, index: tuple[Path, Manifest]
 ) -> None:
     """While the bytes of an index are hashed it is alive and not ready, a rollout that comes early
-    waits for its answer, and whoever started it is told how far it is.
+    waits for its answer, and the operator is told how far it is.
     """
     folder, manifest = index
     held = Held()

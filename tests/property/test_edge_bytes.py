@@ -112,7 +112,7 @@ async def exchange(request: bytes) -> None:
         async with served(Path(folder) / "run", server__body_seconds=0.05) as run:
             client = await RawClient.connect(("127.0.0.1", run.port))
             await client.send(request)
-            # What is whole is answered; what is cut off waits for more until we say there is none.
+            # A whole message is answered; after a cut one the edge waits until we half-close.
             received = await patiently(client)
             client.sock.close()
             assert EXECUTE_CAPABILITY.encode() not in received

@@ -1,4 +1,4 @@
-"""Any sequence of decisions folds alike live and read back, whatever a crash left of it.
+"""Any sequence of decisions folds alike live and read back, also if a crash cut its end.
 
 A failing example prints how to repeat it: hypothesis keeps the seed.
 """
@@ -263,7 +263,7 @@ class Lived(RuleBasedStateMachine):
         self.journal.lines = self.journal.lines[:seq]
         self.journal.head = scan.history.head
         self.state = scan.history.state
-        # Numbers of records that nobody was answered from may come again: they never were.
+        # No answer was sent from the lost records, so their numbers may be given again.
         self.numbers = set(range(1, self.state.attempts + 1))
         self.record(draft(RESUMED))
 

@@ -154,7 +154,7 @@ class MachineDisk(Disk):
 
 
 class MachineProvider:
-    """Every search waits until the machine decides what it comes to."""
+    """Every search waits until the machine decides its outcome."""
 
     name = "machine"
     remote = False
@@ -244,7 +244,7 @@ class RunMachine(RuleBasedStateMachine):
         self.settle()
 
     def settle(self) -> None:
-        """Turns the loop until nothing more happens without time, a decision, or the disk."""
+        """Turns the loop until every task waits for time, a decision, or the disk."""
         self.loop.run_until_complete(self._settle())
 
     async def _settle(self) -> None:
@@ -554,7 +554,7 @@ class RunMachine(RuleBasedStateMachine):
 
     @invariant()
     def one_answers_are_on_the_medium(self) -> None:
-        """1: whatever was told, answer or receipt, is a durable record."""
+        """1: every answer and receipt that was sent is a durable record."""
         durable = self.lines()[: self.durable_seq()]
         answered = {
             line.record.number: line for line in durable if line.record.kind == "retrieval.answered"
@@ -678,7 +678,7 @@ def drive(seed: int, monkeypatch: pytest.MonkeyPatch, *, runs: int, steps: int) 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever happens to a run in whatever order, its invariants hold after every step."""
+    """For any events in any order, the invariants of a run hold after every step."""
     drive(seed, monkeypatch, runs=12, steps=30)
 
 

@@ -165,7 +165,7 @@ async def test_a_failed_call_fails_each_of_its_searches_with_its_own_exception()
 
 
 async def test_outcomes_must_match_the_searches() -> None:
-    """A call that comes back with another number of outcomes answers nobody."""
+    """A call that returns a wrong number of outcomes fails all of its searches."""
     desk = Desk()
     gather = Gather(desk.ask, batch_max=32)
     searches = submit(gather, "a", "b")
@@ -212,7 +212,7 @@ async def test_one_of_two_that_share_a_query_may_leave() -> None:
     assert await staying_waiting == "b@5"
 
 
-async def test_a_call_nobody_waits_for_is_cancelled_and_the_next_leaves() -> None:
+async def test_an_unawaited_call_is_cancelled_and_the_next_leaves() -> None:
     """A hung call does not hold the searches behind it once its own searchers have gone."""
     desk = Desk()
     gather = Gather(desk.ask, batch_max=32)
@@ -289,7 +289,7 @@ async def test_reshaped_it_sends_single_searches_side_by_side() -> None:
 
 
 async def test_close_fails_what_waits_and_what_is_out() -> None:
-    """Closing leaves nobody waiting, takes no further search, and ends the calls."""
+    """Closing fails the searches that wait, takes no further search, and ends the calls."""
     desk = Desk()
     gather = Gather(desk.ask, batch_max=1)
     searches = submit(gather, "a", "b")
@@ -314,7 +314,7 @@ async def test_close_before_anything_has_left() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_any_order_of_events_answers_everyone_who_stays(seed: int) -> None:
-    """Whatever joins, leaves, returns and fails in whatever order: stayers are answered rightly,
+    """Searches join and leave and calls return, in any order: those that stay get their answer,
     no call is over the bound or asks a query twice, and the desk is free at the end.
     """
     dice = random.Random(seed)
@@ -384,7 +384,7 @@ async def test_the_next_call_waits_for_those_just_answered() -> None:
 
 
 async def test_a_full_call_does_not_linger() -> None:
-    """With as many waiting as a call may take there is nobody to wait for."""
+    """When as many searches wait as a call may take, the call starts without a wait."""
     begun = asyncio.Event()
     calls: list[list[str]] = []
 

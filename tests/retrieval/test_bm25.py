@@ -291,7 +291,7 @@ async def test_searches_run_side_by_side_off_the_loop(built: Path) -> None:
 
 @pytest.mark.both_loops
 async def test_a_search_that_is_given_up_harms_no_other(built: Path) -> None:
-    """Cancelled searches leave the provider whole, and closing it waits for nobody for ever."""
+    """Cancelled searches leave the provider whole, and closing it does not wait for ever."""
     provider = await opened(built)
     long = " ".join(f"tide{n} water" for n in range(500))
     tasks = [asyncio.create_task(provider.search(long, 5)) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""Cache and sharing: repeats are saved, everybody gets an answer of their own, nothing leaks."""
+"""Cache and sharing: repeats are saved, each caller gets its own answer, nothing leaks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_nothing_is_shared_or_kept_without_a_cache() -> None:
 
 
 async def test_deadline_ends_the_wait_and_drops_the_late_result() -> None:
-    """A search over its deadline is a failure for its caller, whatever it finds later."""
+    """A search over its deadline fails for its caller, and its late result is dropped."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
     retrieval = await fronted(provider)
@@ -97,7 +97,7 @@ async def test_a_cancelled_caller_does_not_hurt_those_who_share() -> None:
 
 
 async def test_a_failure_is_told_to_all_and_not_kept() -> None:
-    """A failed search fails everybody who shared it and is not cached."""
+    """A failed search fails every caller that shares it and is not cached."""
     provider = FakeProvider()
     provider.gate, provider.fault = asyncio.Event(), ValueError("x")
     retrieval = await fronted(provider)

@@ -148,7 +148,7 @@ async def test_differences_name_missing_new_and_changed_ids() -> None:
     )
 
 
-async def test_a_message_is_bounded_whatever_the_ids_are() -> None:
+async def test_a_message_is_bounded_for_any_ids() -> None:
     """Ids come from the other end: few are shown, cut and quoted."""
     shelf = {str(n): [(f"{k}\n" + "x" * 500, "y") for k in range(50)] for n in range(9)}
     recorded = [

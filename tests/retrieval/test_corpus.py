@@ -1,4 +1,4 @@
-"""Corpora: four forms, plain or gzip, read as a stream; whatever is wrong is named by its line."""
+"""Corpora: four forms, plain or gzip, read as a stream; every fault is named by its line."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def ended_by(daemon: DaemonProcess, cause: str, *words: str) -> None:
 
 
 def test_killed(tmp_path: Path) -> None:
-    """Gone, and still gone after the profile's tries: nobody takes a connection."""
+    """A killed retriever takes no connection in all of the profile's tries, so the run fails."""
     with RetrieverProcess() as retriever, in_front(retriever, tmp_path) as (daemon, rollout):
         retriever.kill()
         assert code(rollout.execute("next", ENVIRONMENT)) == (502, "retrieval_failed")
@@ -75,7 +75,7 @@ def test_killed(tmp_path: Path) -> None:
 
 
 def test_killed_and_back_before_the_next_search(tmp_path: Path) -> None:
-    """A restart that nobody met is no failure: connections that were kept are made anew."""
+    """A restart between two searches is no failure: kept connections are opened anew."""
     with RetrieverProcess() as retriever, in_front(retriever, tmp_path) as (daemon, rollout):
         retriever.kill()
         retriever.start()

@@ -79,7 +79,7 @@ async def test_sixty_four_clients_cost_few_calls(tmp_path: Path) -> None:
 
 async def test_distinct_searches_are_gathered(tmp_path: Path) -> None:
     """Without a single repeated query it is still at least four searches a call, with a slot for
-    each client: what waits for a slot travels with nobody.
+    each client (a search that waits for a slot joins no call).
     """
     async with FakeRetriever(latency=0.03) as retriever:
         provider = provider_for(retriever, timeout_seconds=8.0)

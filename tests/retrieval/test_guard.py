@@ -1,4 +1,4 @@
-"""The guard: whatever a provider does becomes documents or one named error."""
+"""The guard: everything a provider does becomes documents or one named error."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ async def test_provider_exceptions_become_provider_faults(fault: Exception) -> N
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """A loop on which nobody waits: where it would sleep, its clock jumps."""
+    """An event loop that never sleeps: where it would, its clock jumps."""
 
     def __init__(self) -> None:
         super().__init__()

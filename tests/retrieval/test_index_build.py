@@ -1,4 +1,4 @@
-"""Building an index: reproducible, whole or not there at all, whatever stops it."""
+"""Building an index: reproducible, and after any interruption whole or absent."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ async def test_a_lost_connection_is_not_taken_for_one_that_never_was(
     assert len(fake.calls) == 2
 
 
-async def test_a_closed_client_asks_nobody(fake: FakeHelper, kind: Kind) -> None:
+async def test_a_closed_client_sends_no_call(fake: FakeHelper, kind: Kind) -> None:
     """Asking after close is our own mistake, and says so."""
     helper = client(fake, kind)
     await helper.ask(PROMPT, seed=1)

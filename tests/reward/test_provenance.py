@@ -44,7 +44,7 @@ def response_of(text: str) -> str:
 
 
 def test_answers_of_this_run_are_found(digests: AnswerDigests) -> None:
-    """Every answer handed over must be recognised in a rollout, whatever its text is."""
+    """Every answer handed over must be recognised in a rollout, for any text."""
     turns = [answered("q", text) for text in (PARIS, CAFE, EDGES, DECLINED, "", PARIS)]
     text = rollout("Which city?", turns, final("Paris"))
     assert digests.judge(text) == Judgement(judged=6, policy_own=0, cut=0, broken=())
@@ -238,7 +238,7 @@ def nbytes(digests: AnswerDigests) -> int:
 
 
 def test_memory_is_bounded_by_what_is_held() -> None:
-    """A distinct answer must cost at most 32 bytes, whatever the capacity, and a repeat nothing."""
+    """A distinct answer must cost at most 32 bytes at any capacity, and a repeat no memory."""
     draw = random.Random(5)
     digests = AnswerDigests(100_000)
     assert nbytes(digests) < 8_000

@@ -142,7 +142,7 @@ def test_the_question_is_the_scorers_own(tmp_path: Path) -> None:
 
 
 def test_parquet_and_jsonl_say_the_same(tmp_path: Path) -> None:
-    """The same references must have one digest, whatever the layout, order and repetitions."""
+    """The same references must have one digest in any layout, order and number of repetitions."""
     rows = [("Which island?", [SECRET, "Unguja"]), ("Who?", ["Gounod"]), ("Caf\u00e9?", ["x"])]
     table = parquet(tmp_path / "a", [trainer_row(question, said) for question, said in rows])
     nested = jsonl(tmp_path / "b", [trainer_row(question, said) for question, said in rows[::-1]])

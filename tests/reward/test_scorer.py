@@ -58,7 +58,7 @@ def in_one_piece(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case]
     monkeypatch.setitem(sys.modules, "requests", requests)
     names: dict[str, Any] = {"__name__": "trainer", "print": lambda *_: None}
     code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True, optimize=0)
-    exec(code, names)  # noqa: S102 - our own file, or the pinned one named by whoever runs the test
+    exec(code, names)  # noqa: S102 - our own file, or the pinned one that the developer names
     if path == FAKE:
         names["generate_response"] = lambda _prompt: next(texts) + "</answer>"
 

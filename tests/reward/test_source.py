@@ -209,7 +209,7 @@ def test_a_filter_that_cannot_be_switched_off_is_refused(checkout: Path) -> None
 @pytest.mark.may_skip("giving a file away takes root")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a checkout to another user")
 def test_another_owners_checkout_works(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout that belongs to somebody else must be verified like our own."""
+    """A checkout that another user owns must be verified like our own."""
     pin = pin_of(checkout)
     for path in (checkout, *checkout.rglob("*")):
         os.chown(path, 12345, 12345, follow_symlinks=False)
@@ -306,7 +306,7 @@ def test_changed_bytes_are_noticed(single: VerifiedSource, change: Callable[[Pat
 
 
 def test_a_link_put_into_the_checkout_is_noticed(checkout: Path, tmp_path: Path) -> None:
-    """A folder of the checkout turned into a link must fail the next check, whatever it shows."""
+    """A folder replaced by a link must fail the next check, also if its contents are the same."""
     source = verify_checkout(checkout, pin=pin_of(checkout))
     (checkout / "src").rename(tmp_path / "elsewhere")
     (checkout / "src").symlink_to(tmp_path / "elsewhere")

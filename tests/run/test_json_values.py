@@ -142,7 +142,7 @@ def test_equal_values_are_the_same(one: Any, other: Any) -> None:
 def test_absent_differs_from_empty(
     one: dict[str, Any], other: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    """A key that one side lacks is named, whatever stands on the other side, both ways alike."""
+    """A key that one side lacks is named, for any value on the other side, both ways alike."""
     assert differences(one, other) == names
     assert differences(other, one) == names
 

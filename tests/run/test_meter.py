@@ -117,7 +117,7 @@ def test_a_quota_below_one_call_is_exhausted_at_once() -> None:
 
 
 def test_calls_are_exhausted_at_once() -> None:
-    """Waiting brings no call back, so nobody waits for one."""
+    """A used call does not become free again, so a call over the cap is refused at once."""
     meter = Meter(1, 10_000)
     reserve(meter)
     with raises(errors.QUOTA_EXHAUSTED, match=r"reward\.max_helper_calls"):
@@ -125,7 +125,7 @@ def test_calls_are_exhausted_at_once() -> None:
 
 
 def test_an_overlong_answer_is_counted_as_it_was() -> None:
-    """Tokens above the reservation are booked, and bind whoever comes after."""
+    """Tokens above the reservation are booked, and count against later calls."""
     meter = Meter(10, 4096)
     reserve(meter)
     meter.on_failed(1, (5, 3000))
@@ -274,7 +274,7 @@ class MeterMachine(RuleBasedStateMachine):
         self.spent[number] = 0
 
     def at_most(self) -> int:
-        """What can have been spent: measured tokens, and the cap where nobody knows."""
+        """The most that can be spent: measured tokens, and the cap for each unmeasured call."""
         return sum(1000 if tokens is None else tokens for tokens in self.spent.values())
 
     @invariant()
@@ -288,7 +288,7 @@ class MeterMachine(RuleBasedStateMachine):
         assert self.live.settled == (not self.open)
 
     def teardown(self) -> None:
-        """Waiting ends: once everything is settled, whoever waits is admitted or refused."""
+        """Waiting ends: once every open call is settled, the next one is admitted or refused."""
         while self.open:
             self.lose(0)
         try:

@@ -174,7 +174,7 @@ def test_documents_are_spliced_in_as_they_are() -> None:
 
 
 def test_documents_can_be_left_unread() -> None:
-    """Without documents a line reads as the fold saw it live, whatever the passages hold."""
+    """Without documents a line reads as the fold saw it live, also with hostile passages."""
     line = line_of(HOSTILE)
     read = decode_line(line, documents=False)
     assert read.data == {"cache": "miss", "took_us": 9}

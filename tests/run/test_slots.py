@@ -54,7 +54,7 @@ async def test_waiters_are_served_in_order() -> None:
 
 
 async def test_room_is_bounded() -> None:
-    """One more than slots and room together is refused, and nobody else is hurt."""
+    """One request more than slots and room together is refused, and the others are served."""
     slots = Slots(1, 2)
     await slots.take(FAR)
     waiting = [asyncio.create_task(slots.take(FAR)) for _ in range(2)]
@@ -82,7 +82,7 @@ async def test_deadline_while_waiting_is_busy() -> None:
 
 
 async def test_no_slot_is_lost_under_random_cancellation() -> None:
-    """Whoever is cancelled, at whatever moment, every slot is free again at the end."""
+    """After cancellations of random tasks at random moments, every slot is free again."""
     rng = random.Random(20261202)
     slots = Slots(8, 200)
     most = 0

@@ -1,4 +1,4 @@
-"""Helper calls side by side: recorded before they are sent, settled whatever happens."""
+"""Helper calls side by side: recorded before they are sent, settled in every case."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def prompts(count: int, name: str = "p") -> list[str]:
 
 
 async def turns(until: Callable[[], bool]) -> None:
-    """Lets everybody else run until something holds."""
+    """Lets the other tasks run until the condition holds."""
     for _ in range(100_000):
         if until():
             return
@@ -153,7 +153,7 @@ async def test_texts_come_in_the_order_of_their_prompts(
     books.assert_balanced()
 
 
-async def test_no_prompts_ask_nobody(fake: FakeHelper, client: HelperClient) -> None:
+async def test_no_prompts_send_no_call(fake: FakeHelper, client: HelperClient) -> None:
     """A rollout without searches needs no helper."""
     books = Books(fake)
     dispatch = HelperDispatch(client, concurrency=8, seed=17)
@@ -409,7 +409,7 @@ async def test_a_cancelled_caller_settles_what_was_sent(
     books.assert_balanced()
 
 
-async def test_a_caller_cancelled_at_once_asks_nobody(
+async def test_a_caller_cancelled_at_once_sends_no_call(
     fake: FakeHelper, client: HelperClient
 ) -> None:
     """Before the first step of any call there is nothing to settle."""

@@ -211,7 +211,7 @@ async def test_restart_remembers_answers_and_scores(tmp_path: Path) -> None:
 async def test_shapes_close_the_latch(
     tmp_path: Path, value: dict[str, Any], status: int, cause: str
 ) -> None:
-    """A reward request nobody can score is the trainer's fault: refused, and the run is over."""
+    """A reward request that cannot be scored is the trainer's fault: refused, and the run fails."""
     async with rewarded(tmp_path) as rewards:
         got, _ = await rewards.run.internal("POST", "/reward", value)
         assert got == status
@@ -363,7 +363,7 @@ def expect_settled(directory: Path, used: dict[str, int], failure: str, *, batch
 
 
 async def test_helper_that_was_never_there_is_told_at_start(tmp_path: Path) -> None:
-    """A helper nobody answers for is found before the run begins, and the directory left free."""
+    """An unreachable helper is noticed before the run begins, and the directory stays free."""
     helper = FakeHelper()
     await helper.start()
     await helper.stop()
@@ -384,7 +384,7 @@ async def test_source_that_changes_fails_the_score(tmp_path: Path) -> None:
         await expect_latched(rewards, "source_changed")
 
 
-async def test_verdicts_nobody_understands_close_the_latch(tmp_path: Path) -> None:
+async def test_unparsed_verdicts_close_the_latch(tmp_path: Path) -> None:
     """Above the share, verdicts that are neither 0 nor 1 end the run instead of raising rewards."""
     async with rewarded(tmp_path, reward__unparsed_share_max=0.02) as rewards:
         rewards.helper.verdict = lambda _prompt: "<answer>Score: 0"

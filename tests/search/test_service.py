@@ -140,7 +140,7 @@ async def hang_up(run: Served) -> RawClient:
 
 @pytest.mark.both_loops
 async def test_hang_up_while_waiting_for_a_slot(tmp_path: Path) -> None:
-    """Gone while it waited: no search is done for nobody, and the latch closes."""
+    """If the client leaves while its request waits, no search is made and the latch closes."""
     async with served(tmp_path / "run", execute__slots=1) as run:
         await run.service.slots.take(1e9)
         client = await hang_up(run)

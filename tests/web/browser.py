@@ -182,7 +182,7 @@ async def tab(address: str) -> AsyncIterator[Page]:
 async def _ask(
     socket: aiohttp.ClientWebSocketResponse, number: int, method: str, **given: Any
 ) -> dict[str, Any]:
-    """A command to the browser itself, while nobody else reads its answers."""
+    """A command to the browser itself, while no other task reads its answers."""
     await socket.send_json({"id": number, "method": method, "params": given})
     async with asyncio.timeout(PATIENCE):
         while True:

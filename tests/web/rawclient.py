@@ -100,7 +100,7 @@ class RawClient:
         return not await self.rest()
 
     def shut(self) -> None:
-        """Half-close: nothing more will be sent."""
+        """Half-close: the client sends no further bytes."""
         self.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ async def test_client_that_asks_first_is_told_to_go_on_when_its_body_is_wanted()
 
 
 async def test_refused_body_still_lets_its_sender_read_the_refusal() -> None:
-    """A sender of a megabyte nobody reads gets the whole answer and a clean end, not a reset."""
+    """A sender whose megabyte is refused unread gets the whole answer and a clean end, no reset."""
 
     async def handler(request: EdgeRequest) -> Reply:
         return request.refuse(413, b'{"error":{}}')
@@ -329,7 +329,7 @@ async def test_pipelined_requests_are_answered_in_order_and_counted_once() -> No
         assert served.server.requests_count == 100
 
 
-async def test_pipelined_requests_nobody_handled_are_reported_when_their_client_leaves() -> None:
+async def test_unhandled_pipelined_requests_are_reported_when_their_client_leaves() -> None:
     """Whole requests behind one at work are not forgotten when the connection ends."""
     gate = asyncio.Event()
 
@@ -519,7 +519,7 @@ async def test_ordinary_responses_and_streams_work_and_carry_the_protections(
 
 
 @pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset, RawClient.shut])
-async def test_viewer_who_hangs_up_is_nobodys_fault(
+async def test_viewer_who_hangs_up_is_no_fault(
     leave: Callable[[RawClient], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stream whose viewer leaves ends silently: no report, no log."""

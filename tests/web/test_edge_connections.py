@@ -221,7 +221,7 @@ async def test_next_request_proves_the_last_answer_taken() -> None:
         assert served.lost == [AFTER_WRITE]
 
 
-async def test_answer_nobody_follows_is_written_and_forgotten() -> None:
+async def test_answer_without_on_lost_is_written_and_forgotten() -> None:
     """Without `on_lost` a client that leaves changes nothing and is not looked at."""
 
     answered: list[Reply] = []
@@ -284,7 +284,7 @@ async def test_connection_over_the_bound_is_closed_unread_and_reported() -> None
 
 
 async def test_strangers_never_cost_a_rollout_its_connection() -> None:
-    """Whoever has shown no capability makes room, the oldest first; nobody of ours does."""
+    """A connection that has shown no capability makes room, the oldest first; ours never do."""
     async with serving(connections_max=3) as served:
         silent, dripping, ours = [await served.connect() for _ in range(3)]
         await until(lambda: served.server.open == 3)
@@ -442,7 +442,7 @@ async def test_drain_cuts_what_does_not_end_and_counts_it() -> None:
         except asyncio.CancelledError:
             cancelled.append(request.raw_target)
             raise
-        raise errors.INTERNAL_ERROR("an event nobody sets was set")
+        raise errors.INTERNAL_ERROR("an event that no code sets was set")
 
     async with serving(handler) as served:
         stays, leaves = await served.connect(), await served.connect()
@@ -550,7 +550,7 @@ async def test_what_aiohttp_would_log_goes_to_the_observer(
     assert not caplog.records
 
 
-async def test_connection_lost_before_its_first_step_is_nobodys_fault() -> None:
+async def test_connection_lost_before_its_first_step_is_no_fault() -> None:
     """A connection may be over before its task has run at all."""
     async with serving() as served:
         ours, theirs = socket.socketpair()

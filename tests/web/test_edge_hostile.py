@@ -176,7 +176,7 @@ async def test_constant_is_an_error_of_ours() -> None:
 async def test_bytes_of_another_protocol_are_a_strangers(
     data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A TLS hello or noise is answered, reported as nobody's, and logged nowhere."""
+    """A TLS hello or noise is answered, reported as a stranger's fault, and not logged."""
     async with serving(answering) as served:
         assert (await refused(served, data)).endswith(BAD_MESSAGE)
         assert [owner for _, owner in served.seen.faults] == [False]
@@ -233,7 +233,7 @@ async def test_flood_behind_malformed_bytes_is_not_parsed() -> None:
         assert served.seen.faults == [("BadHttpMethod", False)]
 
 
-async def test_bad_chunk_ends_the_body_for_whoever_reads_it() -> None:
+async def test_bad_chunk_ends_the_body_for_its_reader() -> None:
     """A reader of a coded body is told of its error at once, not by its own deadline."""
     raised: list[errors.SidecarError] = []
     reading = asyncio.Event()
@@ -400,7 +400,7 @@ async def test_bytes_behind_an_upgrade_are_reported_and_never_served(
 # --- many and random ------------------------------------------------------------------------------
 
 
-async def test_two_thousand_idle_connections_disturb_nobody() -> None:
+async def test_two_thousand_idle_connections_disturb_no_request() -> None:
     """A rollout is answered beside 2,000 silent connections, and all end with the server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4500:

@@ -109,7 +109,7 @@ async def test_query_is_stripped_for_the_search(tmp_path: Path) -> None:
     ],
 )
 async def test_strangers_and_slips_touch_nothing(tmp_path: Path, target: str, status: int) -> None:
-    """Without the rollout's capability in its place nothing is counted and nothing closes."""
+    """A target other than the rollout's own is refused, counts no attempt and closes no latch."""
     async with served(tmp_path / "run") as run:
         body = json.dumps(native_body("q")).encode()
         answer = await raw_exchange(

@@ -274,7 +274,7 @@ async def test_identical_queries_of_a_batch_are_searched_once(tmp_path: Path) ->
 
 
 async def test_an_empty_batch_is_answered_and_leaves_no_record(tmp_path: Path) -> None:
-    """Search-R1 posts one in every step in which nobody searches; a failed run refuses it too."""
+    """Search-R1 posts one in every step without a search; a failed run refuses it too."""
     async with served(tmp_path / "run", **ALL) as run:
         assert await ask(run, nested([])) == (200, {"result": []})
         assert kinds(run) == ["run.claimed"]
@@ -462,7 +462,7 @@ async def test_deadline_bounds_the_whole_batch(
 
 
 async def test_a_latch_that_closes_meanwhile_fails_the_batch(tmp_path: Path) -> None:
-    """What was admitted is settled and recorded, nothing more is admitted, nothing is answered."""
+    """Admitted searches are settled and recorded, no other is admitted, the batch is refused."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
     async with served(tmp_path / "run", provider=provider, **ALL) as run:
@@ -497,7 +497,7 @@ async def test_busy_is_told_in_the_clients_form(tmp_path: Path) -> None:
 
 
 async def test_a_lost_batch_names_all_its_searches(tmp_path: Path) -> None:
-    """One record says which answers reached nobody, and the latch closes."""
+    """One record names the answers that were not delivered, and the latch closes."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
     async with served(tmp_path / "run", provider=provider, **ALL) as run:
@@ -617,8 +617,8 @@ async def test_a_ledger_that_fails_fails_the_batch(tmp_path: Path) -> None:
 
 
 async def test_the_environments_answers_are_told_for_provenance(tmp_path: Path) -> None:
-    """What the unmodified environment makes of /search is a rollout's text; /retrieve's is none
-    that the pinned scorer judges.
+    """What the unmodified environment makes of /batch_search is a rollout's text; the answer of
+    /retrieve is no text that the pinned scorer judges.
     """
     told: list[str] = []
     async with served(tmp_path / "run", **ALL) as run:
@@ -630,7 +630,7 @@ async def test_the_environments_answers_are_told_for_provenance(tmp_path: Path) 
 
 
 async def test_a_slip_of_ours_settles_the_batch(tmp_path: Path) -> None:
-    """An error nobody named fails the request and closes the latch, once all of it is settled."""
+    """An unknown exception fails the request and closes the latch, once all of it is settled."""
 
     class Odd(BaseException):
         """Neither an answer nor an error a provider may raise."""
