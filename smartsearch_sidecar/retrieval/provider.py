@@ -13,8 +13,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.config.sections import PROVIDERS
 
-Progress = Callable[[int, int], None]
-"""Told bytes verified, and bytes in all."""
+Progress = Callable[[int, int], None]  # told bytes verified, and bytes in all
 
 
 @runtime_checkable

@@ -24,33 +24,26 @@ from typing import Final
 from smartsearch_sidecar import errors
 
 THINK: Final = "<think>"
-THINKS_OF_THE_PROMPT: Final = 3
-"""In the pinned system prompt; the fourth ends the generation prompt: no policy can omit it."""
+THINKS_OF_THE_PROMPT: Final = 3  # the fourth ends the generation prompt: no policy can omit it
 SEARCH_END: Final = "</search>"
 RESULT_START: Final = "<result>"
 RESULT_END: Final = "</result>"
-DIGEST_BYTES: Final = 16
-"""Two of 10 million texts collide with a probability of 1e-25."""
+DIGEST_BYTES: Final = 16  # two of 10 million texts collide with a probability of 1e-25
 UNCOUNTED_ANSWERS: Final = 16
 """Room beyond the capacity for constant answers that consume no attempt (a declined query)."""
 
 _FREE: Final = bytes(DIGEST_BYTES)
-_SHARD_DIGESTS: Final = 2048
-"""A table that is full is rebuilt on the event loop: so many digests take well under 10 ms."""
+_SHARD_DIGESTS: Final = 2048  # a full table is rebuilt on the loop: so many take well under 10 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """What the blocks of one response are."""
 
-    judged: int
-    """Complete blocks where only the rollout writes."""
-    policy_own: int
-    """Other ``<result>`` tags."""
-    cut: int
-    """1 when the last block of the rollout has no end, else 0."""
-    broken: tuple[int, ...]
-    """Offsets in characters of the judged blocks that are no answer of this run."""
+    judged: int  # complete blocks where only the rollout writes
+    policy_own: int  # other ``<result>`` tags
+    cut: int  # 1 when the last block of the rollout has no end, else 0
+    broken: tuple[int, ...]  # offsets of the judged blocks that are no answer of this run
 
 
 class AnswerDigests:

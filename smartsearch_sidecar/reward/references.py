@@ -23,7 +23,6 @@ from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.run.json_values import is_filled_text
 
 Split: TypeAlias = Literal["train", "validation"]
-
 Declared: TypeAlias = dict[str, tuple[Split, tuple[str, ...]]]
 """A question (stripped, NFC) to its split and answers (NFC)."""
 
@@ -31,10 +30,8 @@ TURN_START: Final = "<|im_start|>user\n"
 TURN_END: Final = "<|im_end|>"
 """The user turn of the pinned chat template; the scorer reads the first one."""
 PARQUET_MAGIC: Final = b"PAR1"
-PARQUET_BATCH_ROWS: Final = 1024
-"""Rows decoded at once: the file is streamed, also where one row group holds all of it."""
-ROWS_NAMED_MAX: Final = 5
-"""Bad rows a refusal names; a file that is wrong throughout needs no longer list."""
+PARQUET_BATCH_ROWS: Final = 1024  # the file is streamed, also where one row group holds it all
+ROWS_NAMED_MAX: Final = 5  # a file that is wrong throughout needs no longer list
 _COLUMNS: Final = ("question", "golden_answers", "ground_truth", "reward_model.ground_truth")
 
 

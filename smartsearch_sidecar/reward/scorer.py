@@ -28,8 +28,7 @@ from typing import Any, Final, Literal, TypeAlias, Union
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.source import VerifiedSource
 
-Answers: TypeAlias = str | Sequence[str]
-"""Ground truth as the dataset has it: one string, or a sequence of them."""
+Answers: TypeAlias = str | Sequence[str]  # one string, or a sequence of them, as in the dataset
 
 ENTRY: Final = "compute_score_with_format"
 TRANSPORT: Final = "generate_response"
@@ -37,8 +36,7 @@ EXTRACTION: Final = "get_model_score"
 
 STOP: Final = "</answer>"
 """What the helper stops at and therefore does not return; the source appends it to every text."""
-_PLACEHOLDER: Final = f"<answer>0{STOP}"
-"""What the first pass answers; its rewards are thrown away."""
+_PLACEHOLDER: Final = f"<answer>0{STOP}"  # what the first pass answers; its rewards are thrown away
 
 
 class Scorer:

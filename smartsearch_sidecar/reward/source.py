@@ -21,20 +21,16 @@ from typing import Any
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.json_values import is_sha256
 
-GIT_SECONDS = 60.0
-"""A status of a few thousand files on a cold network mount; longer means the mount hangs."""
-SOURCE_BYTES_MAX = 1 << 20
-"""The pinned scorer is 9 KB; a megabyte is another file."""
+GIT_SECONDS = 60.0  # a status of a few thousand files on a cold network mount; longer: it hangs
+SOURCE_BYTES_MAX = 1 << 20  # the pinned scorer is 9 KB; a megabyte is another file
 
 
 @dataclass(frozen=True)
 class Pin:
     """What a checkout must be."""
 
-    commit: str
-    """The full commit id (40 hex digits) HEAD must have."""
-    path: str
-    """The scorer's file, relative to the root, with ``/``."""
+    commit: str  # the full commit id (40 hex digits) HEAD must have
+    path: str  # the scorer's file, relative to the root, with ``/``
     sha256: str
 
 
@@ -54,8 +50,7 @@ class VerifiedSource:
     sha256: str
     text: bytes = field(repr=False)
     """The file's bytes; what is compiled is exactly this, never a second read."""
-    root: Path
-    """What a run directory may not overlap: the checkout, or the file itself."""
+    root: Path  # what a run directory may not overlap: the checkout, or the file itself
     binding: Mapping[str, Any]
     """JSON facts for the run's claim (``kind``, ``path``, ``sha256``; of a checkout also ``root``,
     ``head``, ``clean``)."""

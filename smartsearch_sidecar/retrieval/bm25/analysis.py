@@ -22,8 +22,7 @@ ID: Final = "id"
 CONTENTS: Final = "contents"
 TEXT: Final = "text"
 
-TOKEN_BYTES_MAX: Final = 40
-"""Longer tokens (hashes, URLs without marks) do not occur in questions."""
+TOKEN_BYTES_MAX: Final = 40  # longer tokens (hashes, URLs without marks) do not occur in questions
 
 # The common 33; dropping them from a question leaves a tenth of the postings and the same recall.
 STOP_WORDS: Final = (

@@ -41,22 +41,17 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
-ID_CHARACTERS_MAX: Final = 1024
-"""An id is recorded with every answer it is part of."""
-
+ID_CHARACTERS_MAX: Final = 1024  # an id is recorded with every answer it is part of
 _GZIP: Final = b"\x1f\x8b"
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _BUFFER_BYTES: Final = 1024 * 1024
-
-ENTRY_BYTES_MAX: Final = 16 * 1024 * 1024
-"""One line, or one article: about twice the longest passage the guard lets through."""
-
+ENTRY_BYTES_MAX: Final = 16 * 1024 * 1024  # about twice the longest passage the guard takes
 _VITAL_BEGINS: Final = re.compile(rb'\{\s*(?:$|"(?:[^"\\]|\\.)*"\s*:\s*(?:$|\{))')
 _READ_CHARACTERS: Final = 64 * 1024
 _BLANK: Final = re.compile(r"[ \t\r\n]+")
 
-Seen = Callable[[int], None]
-"""Told now and then how many bytes of the file have been read."""
+Seen = Callable[[int], None]  # told now and then how many bytes of the file have been read
+Entry = tuple[str, str]  # id and contents
 
 
 class Format(StrEnum):
@@ -70,10 +65,6 @@ class Unreadable(Exception):
     """An entry that is not a passage. The message continues "FILE, line N: "."""
 
     line: int | None = None
-
-
-Entry = tuple[str, str]
-"""Id and contents."""
 
 
 class CorpusPassage(NamedTuple):

@@ -33,9 +33,7 @@ from smartsearch_sidecar.retrieval.bm25.analysis import ANALYZER
 from smartsearch_sidecar.run.json_values import canonical_digest
 
 NAME: Final = "manifest.json"
-FORMAT: Final = 1
-"""Of the index folder: stored fields, manifest, digests. A change of any of them raises it."""
-
+FORMAT: Final = 1  # of stored fields, manifest and digests; a change of any raises it
 META: Final = "meta.json"  # tantivy's list of segments
 REBUILD: Final = (
     "`smartsearch-sidecar index build CORPUS NEW_FOLDER` and name that in retrieval.bm25.index"

@@ -45,10 +45,7 @@ from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 WORDS_MAX: Final = 32
 """Distinct words of one question that are searched: 4 KB of text cost 2 ms instead of 222 at two
 million passages, at the same recall."""
-
-TOP_N_MAX: Final = 100
-"""tantivy sets memory aside by this number before it looks at anything."""
-
+TOP_N_MAX: Final = 100  # tantivy sets memory aside by this number before it looks at anything
 _PANIC: Final = "PanicException"  # not importable; a BaseException that `except Exception` misses
 _HASH_BYTES: Final = 1024 * 1024
 _MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - only links go there, into a folder of our own
