@@ -59,9 +59,6 @@ class Canary(NamedTuple):
         return ", ".join(parts)
 
 
-# --- the file ------------------------------------------------------------------------------------
-
-
 def load(path: Path) -> tuple[Canary, ...]:
     """Reads a canary file; blocking. Raises ``ConfigError`` naming file, line and what is wrong."""
     try:
@@ -125,9 +122,6 @@ def _parse(line: bytes) -> Canary | str:
     return Canary(query, top_n, tuple(pairs.items()))
 
 
-# --- asking --------------------------------------------------------------------------------------
-
-
 async def record(provider: Provider, queries: Sequence[str], *, top_n: int) -> list[Canary]:
     """Asks each query and keeps what came; repeated queries once.
 
@@ -185,9 +179,6 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
             raise errors.PROVIDER_FAULT(f"a canary was answered with {what}")
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
-
-
-# --- asking while a run goes on ------------------------------------------------------------------
 
 
 @dataclass(eq=False)

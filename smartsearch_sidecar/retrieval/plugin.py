@@ -62,9 +62,8 @@ class PluginProvider:
         self._object: Any = None
 
     async def start(self) -> None:
-        """Imports the module, calls the factory and asks for the first fingerprint.
-
-        Raises ``ConfigError`` where one of these fails, or the fingerprint lacks a digest.
+        """Imports the module, calls the factory and asks for the first fingerprint. Raises
+        ``ConfigError`` where one of these fails, or the fingerprint lacks a digest.
         """
         self._object = await self._threads.run(lambda: _made(self.name))
         self.remote = getattr(self._object, "remote", True) is not False

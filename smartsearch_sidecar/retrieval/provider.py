@@ -87,10 +87,8 @@ class WatchesItself(Protocol):
 
 async def open_configured(config: Config, progress: Progress | None = None) -> Provider:
     """Opens what the configuration names, off the loop where it blocks: a backend's folder has the
-    name of its key, and a file ``provider.py``.
-
-    Raises ``IndexUnusable``, ``ConfigError`` or
-    a ``RetrievalError`` with a sentence for the operator.
+    name of its key, and a file ``provider.py``. Raises ``IndexUnusable``, ``ConfigError`` or a
+    ``RetrievalError`` with a sentence for the operator.
     """
     name = config.retrieval.provider
     # Only the backend that is used is imported: each brings libraries that take long to load.

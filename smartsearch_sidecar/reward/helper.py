@@ -234,8 +234,6 @@ class HelperClient:
         """Drops every connection. Not before the last exchange has ended."""
         await self._http.close()
 
-    # --- asking -----------------------------------------------------------------------------------
-
     async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:
         """One completion: temperature 0.6, at most 2,048 tokens, stopped before ``</answer>``.
 
@@ -259,8 +257,6 @@ class HelperClient:
                 usage=answer.usage,
             )
         return answer
-
-    # --- identity ---------------------------------------------------------------------------------
 
     async def identity(self) -> Mapping[str, Any]:
         """What names the helper: ``kind``, ``model``, ``model_sha256``, and in ``shown`` what the
@@ -298,8 +294,6 @@ class HelperClient:
             if status not in _NOT_SHOWN:
                 raise self._refused(status)
         return {}
-
-    # --- one exchange -----------------------------------------------------------------------------
 
     def _until(self, deadline: float | None) -> float:
         own = asyncio.get_running_loop().time() + self.timeout_seconds
@@ -389,9 +383,6 @@ class HelperClient:
             f"no connection to the helper at {self.place} ({why}): start it, or set "
             "reward.helper.url"
         )
-
-
-# --- judging --------------------------------------------------------------------------------------
 
 
 def _judge(

@@ -72,9 +72,8 @@ class AnswerDigests:
         self.add_digest(block_digest(block_of(result_text)))
 
     def add_digest(self, digest: bytes) -> None:
-        """The same for an answer that another node handed over.
-
-        Raises ``InvariantBroken`` for more distinct answers than the capacity.
+        """The same for an answer that another node handed over. Raises ``InvariantBroken`` for more
+        distinct answers than the capacity.
         """
         shard = self._shard(digest)
         table = self._tables[shard]
@@ -103,9 +102,8 @@ class AnswerDigests:
         return table[place : place + DIGEST_BYTES] == digest
 
     def judge(self, solution_str: str) -> Judgement:
-        """Judges one rollout: prompt and response, decoded together, special tokens kept.
-
-        Raises ``TEMPLATE_DIFFERS`` where no response can be told apart.
+        """Judges one rollout: prompt and response, decoded together, special tokens kept. Raises
+        ``TEMPLATE_DIFFERS`` where no response can be told apart.
         """
         start = _response(solution_str)
         judged = policy_own = cut = 0

@@ -47,9 +47,8 @@ class Scorer:
         self._code = _functions(source)
 
     def collect_prompts(self, solution_str: str, ground_truth: Answers) -> tuple[str, ...]:
-        """The prompts the scorer will ask, in order, without asking the helper.
-
-        Raises: ``TEMPLATE_DIFFERS`` where the scorer cannot read the text; ``SCORER_FAILED``.
+        """The prompts the scorer will ask, in order, without asking the helper. Raises
+        ``TEMPLATE_DIFFERS`` where the scorer cannot read the text; ``SCORER_FAILED``.
         """
         prompts: list[str] = []
 
@@ -105,9 +104,8 @@ class Scorer:
         return _reward(self._run(lambda prompt: ask(prompt) + STOP, solution_str, ground_truth))
 
     def verdict(self, text: str) -> Literal["0", "1", "other"]:
-        """What the scorer reads in one helper text (without the stop string).
-
-        It silently takes ``other`` for correct.
+        """What the scorer reads in one helper text (without the stop string). It silently takes
+        ``other`` for correct.
         """
         functions = self._functions(lambda _prompt: text + STOP)
         found = self._call(functions[EXTRACTION], "")

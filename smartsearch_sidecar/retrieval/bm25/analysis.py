@@ -63,9 +63,8 @@ def schema() -> tantivy.Schema:
 
 
 def prepared(text: str) -> str:
-    """``text`` as the analyzer is given it: composed (NFC), ideographs apart.
-
-    Total: a lone surrogate, which has no UTF-8 form, becomes a question mark.
+    """``text`` as the analyzer is given it: composed (NFC), ideographs apart. Total: a lone
+    surrogate, which has no UTF-8 form, becomes a question mark.
     """
     if text.isascii():
         return text

@@ -221,9 +221,6 @@ def _checked(line: int, identifier: str, contents: str) -> CorpusPassage:
     return CorpusPassage(line, bare, contents)
 
 
-# --- the forms ------------------------------------------------------------------------------------
-
-
 def recognised(head: bytes) -> Format:
     """The format of a corpus whose first line with anything on it is ``head``."""
     if head.startswith(b"{"):
@@ -259,9 +256,6 @@ def _recognised_json(head: bytes) -> Format:
     raise Unreadable(
         f"the keys are {keys}; FlashRAG JSONL has id and contents, BEIR JSONL has _id and text"
     )
-
-
-# --- one entry a line -----------------------------------------------------------------------------
 
 
 def _flashrag(line: bytes) -> Entry:
@@ -338,9 +332,6 @@ _LINES: Final[dict[Format, Callable[[bytes], Entry]]] = {
     Format.BEIR: _beir,
     Format.DPR: _dpr,
 }
-
-
-# --- one object of articles -----------------------------------------------------------------------
 
 
 class _Members:

@@ -156,14 +156,10 @@ def cannot_read(path: Path, error: OSError) -> errors.UsageError:
     return errors.INDEX_UNUSABLE(f"{path} cannot be read: {error.strerror or error}")
 
 
-# --- a folder in the making -----------------------------------------------------------------------
-
-
 @contextmanager
 def workshop(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out`` that is gone afterwards, or has become ``out``.
-
-    Its lock tells a build that still runs from one that was killed, whose leavings are removed.
+    """A hidden folder beside ``out`` that is gone afterwards, or has become ``out``. Its lock tells
+    a build that still runs from one that was killed, whose leavings are removed.
     """
     folder = out.parent / f".{out.name}.building"
     try:

@@ -195,9 +195,8 @@ def _folder_facts(status: os.stat_result) -> Facts:
 
 
 class ServedFiles:
-    """The files of an open index, and whether they still are the ones that were verified.
-
-    Held by descriptor, so that looking costs no walk along a path: it is done for every search.
+    """The files of an open index, and whether they still are the ones that were verified. Held by
+    descriptor, so that looking costs no walk along a path: it is done for every search.
     """
 
     def __init__(self, folder: Path) -> None:
