@@ -25,7 +25,7 @@ from smartsearch_sidecar.gate import health as health_module
 from smartsearch_sidecar.ledger.file import LATCH, Disk
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
-from smartsearch_sidecar.retrieval.flashrag.provider import from_config
+from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 from tests.fakes import faults as do
 from tests.fakes.disk import FailingSync, FullDisk, ReadOnlyDisk
 from tests.fakes.faults import (
@@ -353,7 +353,8 @@ async def remote(
             index_sha256=INDEX_SHA256,
             timeout_seconds=timeout_seconds,
         )
-        provider = await from_config(settings)
+        provider = FlashragProvider(settings)
+        await provider.start()
         async with served(directory, provider=provider, **keys) as run:
             yield run, retriever
 

@@ -73,16 +73,10 @@ class HelperAnswer:
     """
 
     text: str
-    input_tokens: int
-    output_tokens: int
+    usage: Usage
     finish_reason: str
     model: str
     weight_version: str | None = None
-
-    @property
-    def usage(self) -> Usage:
-        """The tokens, as the meter takes them."""
-        return Usage(self.input_tokens, self.output_tokens)
 
 
 class SGLang:
@@ -408,9 +402,7 @@ def _judge(
             "the helper's text is empty, and an empty verdict would count as a correct round",
             usage=usage,
         )
-    return HelperAnswer(
-        text, *usage, finish_reason=finish, model=model, weight_version=weight_version
-    )
+    return HelperAnswer(text, usage, finish, model, weight_version)
 
 
 def _usage(value: Any, where: str) -> Usage:

@@ -92,10 +92,8 @@ class AnswerDigests:
         if self._held[shard] * 4 > slots * 3:
             self._tables[shard] = _grown(table, slots + slots // 2)
 
-    def __contains__(self, block: object) -> bool:
+    def __contains__(self, block: str) -> bool:
         """Whether a block, as it stands in a rollout, is one of an answer of this run."""
-        if not isinstance(block, str):
-            return False
         digest = block_digest(block)
         table = self._tables[self._shard(digest)]
         place = _place(table, digest)

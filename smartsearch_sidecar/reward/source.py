@@ -194,7 +194,17 @@ class _Git:
             f"core.attributesFile={os.devnull}",
             "protocol.allow=never",
         ]
-        self._switch_filters_off()
+        # Content filters are commands the checkout's configuration names; ``status`` runs them.
+        done = self._call(("config", "--null", "--name-only", "--get-regexp", r"^filter\."))
+        names = done.stdout.decode("utf-8", "surrogateescape").split("\0")
+        for driver in sorted({name[len("filter.") :].rpartition(".")[0] for name in names if name}):
+            if "=" in driver:  # "-c" ends a name at its first "=": it could not be switched off
+                raise errors.SCORER_SOURCE(
+                    f"the git configuration of reward.checkout {self._root} names a filter with "
+                    "'='; remove it"
+                )
+            for setting in ("clean=", "smudge=", "process=", "required=false"):
+                self._settings.append(f"filter.{driver}.{setting}")
 
     def run(self, *words: str) -> str:
         """What git prints. Raises ``ScorerSourceError`` when it fails or hangs."""
@@ -206,19 +216,6 @@ class _Git:
                 f"{said[0] if said else f'exit {done.returncode}'}"
             )
         return done.stdout.decode("utf-8", "surrogateescape")
-
-    def _switch_filters_off(self) -> None:
-        """Content filters are commands the checkout's configuration names; ``status`` runs them."""
-        done = self._call(("config", "--null", "--name-only", "--get-regexp", r"^filter\."))
-        names = done.stdout.decode("utf-8", "surrogateescape").split("\0")
-        for driver in sorted({name[len("filter.") :].rpartition(".")[0] for name in names if name}):
-            if "=" in driver:  # "-c" ends a name at its first "=": it could not be switched off
-                raise errors.SCORER_SOURCE(
-                    f"the git configuration of reward.checkout {self._root} names a filter with "
-                    "'='; remove it"
-                )
-            for setting in ("clean=", "smudge=", "process=", "required=false"):
-                self._settings.append(f"filter.{driver}.{setting}")
 
     def _call(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
         # A home of our own carries safe.directory: git older than 2.38 does not take it from "-c".

@@ -19,6 +19,7 @@ from smartsearch_sidecar.reward.helper import (
     HelperAnswer,
     HelperClient,
     Kind,
+    Usage,
     base_of,
 )
 from tests.fakes.helper import MODEL, FakeHelper
@@ -82,7 +83,7 @@ async def test_sglang_is_asked_in_its_own_words(fake: FakeHelper) -> None:
         },
     }
     words = len(PROMPT.split())
-    assert answer == HelperAnswer("<answer> 1 ", words, 2, "stop", MODEL, "default")
+    assert answer == HelperAnswer("<answer> 1 ", Usage(words, 2), "stop", MODEL, "default")
     assert answer.usage == (words, 2)
 
 
@@ -99,7 +100,7 @@ async def test_a_completion_is_asked_in_openai_words(fake: FakeHelper) -> None:
         "stop": ["</answer>"],
         "seed": 17,
     }
-    assert answer == HelperAnswer("<answer> 1 ", len(PROMPT.split()), 2, "stop", MODEL)
+    assert answer == HelperAnswer("<answer> 1 ", Usage(len(PROMPT.split()), 2), "stop", MODEL)
 
 
 async def test_a_text_cut_at_its_length_is_an_answer(fake: FakeHelper, kind: Kind) -> None:
@@ -530,8 +531,8 @@ def test_any_json_is_an_answer_or_a_named_fault(
             return
         assert answer.text.strip()
         assert answer.finish_reason in {"stop", "length"}
-        assert 0 <= answer.output_tokens <= 2048
-        assert answer.input_tokens >= 0
+        assert 0 <= answer.usage.output_tokens <= 2048
+        assert answer.usage.input_tokens >= 0
 
     anything()
 

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import orjson
 import tantivy
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.analysis import ANALYZER
@@ -46,19 +46,15 @@ _REMOVE_PAUSE_SECONDS: Final = 0.02
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class FileFacts(BaseModel):
+class FileFacts(BaseModel, frozen=True, extra="forbid", strict=True):
     """One file of the index."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sha256: str = _Digest
     bytes: int = Field(ge=0)
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """The facts of an index. Sizes are bytes, counts are passages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: int
     tantivy: str

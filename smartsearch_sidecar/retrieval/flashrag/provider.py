@@ -64,13 +64,8 @@ _FAULTS: Final[Mapping[ExchangeFault, tuple[errors.Failure[Any], str]]] = {
 
 
 async def open_configured(config: Config, _progress: object = None) -> FlashragProvider:
-    """The provider of ``[retrieval.flashrag]``, started; nothing of it is verified here."""
-    return await from_config(config.retrieval.flashrag)
-
-
-async def from_config(settings: FlashRagSection) -> FlashragProvider:
-    """A started provider. Raises what ``start`` raises."""
-    provider = FlashragProvider(settings)
+    """The provider of ``[retrieval.flashrag]``, started. Raises what ``start`` raises."""
+    provider = FlashragProvider(config.retrieval.flashrag)
     try:
         await provider.start()
     except BaseException:
