@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
@@ -63,8 +62,7 @@ class Usage(NamedTuple):
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class HelperAnswer:
+class HelperAnswer(NamedTuple):
     """One usable completion.
 
     ``text`` is what the model wrote, without the stop string; ``finish_reason`` is ``stop`` or

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from smartsearch_sidecar import errors
 
@@ -36,8 +35,7 @@ _FREE: Final = bytes(DIGEST_BYTES)
 _SHARD_DIGESTS: Final = 2048  # a full table is rebuilt on the loop: so many take well under 10 ms
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What the blocks of one response are."""
 
     judged: int  # complete blocks where only the rollout writes

@@ -14,9 +14,8 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
@@ -35,8 +34,7 @@ ROWS_NAMED_MAX: Final = 5  # a file that is wrong throughout needs no longer lis
 _COLUMNS: Final = ("question", "golden_answers", "ground_truth", "reward_model.ground_truth")
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """Where the question of a rollout was declared; ``question`` is as the scorer finds it."""
 
     split: Split

@@ -223,23 +223,19 @@ def _checked(line: int, identifier: str, contents: str) -> CorpusPassage:
 
 def recognised(head: bytes) -> Format:
     """The format of a corpus whose first line with anything on it is ``head``."""
-    if head.startswith(b"{"):
-        return _recognised_json(head)
-    if b"\t" in head:
-        if _is_header(head):
-            return Format.DPR
-        raise Unreadable(
-            "the columns have no header; put id<TAB>text<TAB>title there, or pass --format dpr "
-            "if the columns stand in that order"
-        )
-    raise Unreadable(
-        "this does not begin a corpus of a known format; readable are FlashRAG JSONL (id, "
-        "contents), BEIR JSONL (_id, title, text), DPR TSV (id, text, title) and the "
-        "vital-articles summaries, plain or gzip"
-    )
-
-
-def _recognised_json(head: bytes) -> Format:
+    if not head.startswith(b"{"):
+        if b"\t" not in head:
+            raise Unreadable(
+                "this does not begin a corpus of a known format; readable are FlashRAG JSONL (id, "
+                "contents), BEIR JSONL (_id, title, text), DPR TSV (id, text, title) and the "
+                "vital-articles summaries, plain or gzip"
+            )
+        if not _is_header(head):
+            raise Unreadable(
+                "the columns have no header; put id<TAB>text<TAB>title there, or pass --format dpr "
+                "if the columns stand in that order"
+            )
+        return Format.DPR
     try:
         value = orjson.loads(head)
     except orjson.JSONDecodeError as error:

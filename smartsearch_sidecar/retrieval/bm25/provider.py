@@ -118,7 +118,15 @@ class Bm25Index:
             words = self.words(question)
             if not words:
                 return []
-            hits = self._searcher.search(self._query(words), top_n, count=False).hits
+            clauses = []
+            for word, count in words.items():
+                # As the schema indexes it: "basic" would leave the frequencies out of the score.
+                clause = Query.term_query(self._schema, TEXT, word, index_option="freq")
+                if count > 1:
+                    clause = Query.boost_query(clause, float(count))
+                clauses.append((Occur.Should, clause))
+            query = Query.boolean_query(clauses)
+            hits = self._searcher.search(query, top_n, count=False).hits
             return [self._document(score, address) for score, address in hits]
         except BaseException as error:
             if not isinstance(error, ValueError) and type(error).__name__ != _PANIC:
@@ -127,16 +135,6 @@ class Bm25Index:
                 f"the index at {self.files.folder} failed in a search ({type(error).__name__}); "
                 "verify its files before it is served again"
             ) from error
-
-    def _query(self, words: Mapping[str, int]) -> Query:
-        clauses = []
-        for word, count in words.items():
-            # As the schema indexes it: "basic" would leave the frequencies out of the score.
-            clause = Query.term_query(self._schema, TEXT, word, index_option="freq")
-            if count > 1:
-                clause = Query.boost_query(clause, float(count))
-            clauses.append((Occur.Should, clause))
-        return Query.boolean_query(clauses)
 
     def _document(self, score: float, address: Any) -> dict[str, Any]:
         stored = self._searcher.doc(address)
