@@ -25,7 +25,7 @@ from smartsearch_sidecar.gate import health as health_module
 from smartsearch_sidecar.ledger.file import LATCH, Disk
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
-from smartsearch_sidecar.retrieval.flashrag.provider import from_config
+from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
 from tests.fakes import faults as do
 from tests.fakes.disk import FailingSync, FullDisk, ReadOnlyDisk
 from tests.fakes.faults import (
@@ -342,16 +342,19 @@ REMOTE: list[tuple[str, bool]] = [
 
 
 @asynccontextmanager
-async def remote(directory: Path, **keys: Any) -> AsyncIterator[tuple[Served, FakeRetriever]]:
+async def remote(
+    directory: Path, *, timeout_seconds: float = 20.0, **keys: Any
+) -> AsyncIterator[tuple[Served, FakeRetriever]]:
     """A daemon in front of a retriever in the pinned trainer's form."""
     async with FakeRetriever() as retriever:
         settings = FlashRagSection(
             url=retriever.url,
             corpus_sha256=CORPUS_SHA256,
             index_sha256=INDEX_SHA256,
-            timeout_seconds=0.1,
+            timeout_seconds=timeout_seconds,
         )
-        provider = await from_config(settings)
+        provider = FlashragProvider(settings)
+        await provider.start()
         async with served(directory, provider=provider, **keys) as run:
             yield run, retriever
 
@@ -360,7 +363,9 @@ async def remote(directory: Path, **keys: Any) -> AsyncIterator[tuple[Served, Fa
 async def test_remote_fault(tmp_path: Path, failure: str, again: bool) -> None:
     """A retriever that misbehaves ends the run as a provider's fault, and is not quoted."""
     fault = Fault(failure, asking("bad"), **{**CRASHED, "attempts": 2, "responses": 1})
-    async with remote(tmp_path / "run") as (run, retriever):
+    # Only where no answer comes is the time to run out: elsewhere a slow machine would use it up.
+    seconds = 0.5 if failure in ("hang", "drip") else 20.0
+    async with remote(tmp_path / "run", timeout_seconds=seconds) as (run, retriever):
         assert await ask(run, "good") == (200, None)
         retriever.failure = failure
         await hold(run, fault)

@@ -247,13 +247,7 @@ async def _check_helper(config: Config, *, trial_call: bool) -> list[Finding]:
     section = config.reward.helper
     if section.url is None or section.model is None or section.model_sha256 is None:
         return [error("helper", "reward.helper.url, model and model_sha256 are needed")]
-    helper = HelperClient(
-        kind=section.kind,
-        url=section.url,
-        model=section.model,
-        model_sha256=section.model_sha256,
-        timeout_seconds=section.timeout_seconds,
-    )
+    helper = HelperClient(section)
     findings = []
     try:
         identity = await helper.identity()

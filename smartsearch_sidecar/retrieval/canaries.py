@@ -24,13 +24,11 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.run.json_values import is_sha256
 
-FILE_BYTES_MAX: Final = 16 * 1024 * 1024
-"""A canary is under 10 KB; a file of this size is not a file of canaries."""
+FILE_BYTES_MAX: Final = 16 * 1024 * 1024  # a canary is under 10 KB
 CANARY_SECONDS: Final = 60.0
 """Between two rounds. Not a key, because one value serves every run: what a swapped index answers
 reaches a minute of rollouts at most before the latch closes, and tens of canaries are no load."""
-TRANSPORT_FAULTS_MAX: Final = 3
-"""Rounds in a row that may fail to reach the retriever: one lost connection proves nothing."""
+TRANSPORT_FAULTS_MAX: Final = 3  # rounds in a row: one lost connection proves nothing
 
 
 class Canary(NamedTuple):
@@ -59,9 +57,6 @@ class Canary(NamedTuple):
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 parts.append(f"{word} ids {shown}{more}")
         return ", ".join(parts)
-
-
-# --- the file ------------------------------------------------------------------------------------
 
 
 def load(path: Path) -> tuple[Canary, ...]:
@@ -127,9 +122,6 @@ def _parse(line: bytes) -> Canary | str:
     return Canary(query, top_n, tuple(pairs.items()))
 
 
-# --- asking --------------------------------------------------------------------------------------
-
-
 async def record(provider: Provider, queries: Sequence[str], *, top_n: int) -> list[Canary]:
     """Asks each query and keeps what came; repeated queries once.
 
@@ -187,9 +179,6 @@ def _pairs(documents: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...
             raise errors.PROVIDER_FAULT(f"a canary was answered with {what}")
         pairs[name] = hashlib.sha256(contents.encode()).hexdigest()
     return tuple(pairs.items())
-
-
-# --- asking while a run goes on ------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -178,9 +178,8 @@ class CachedSearch:
     async def find(
         self, query: str, deadline: float, top_n: int | None = None
     ) -> tuple[Found, Outcome]:
-        """The documents of ``query``, and whether they cost a search.
-
-        Raises ``DeadlinePassed`` at ``deadline`` (loop clock), or what the guard raised.
+        """The documents of ``query``, and whether they cost a search. Raises ``DeadlinePassed`` at
+        ``deadline`` (loop clock), or what the guard raised.
         """
         key = (query, None if top_n == self.guard.top_n else top_n)
         kept = self.cache.get(key)

@@ -34,11 +34,9 @@ def carries_tag(contents: str) -> bool:
 
 
 class Found(NamedTuple):
-    """What one search found, encoded once and recorded as often as it is asked.
-
-    ``documents_json`` is the JSON list of ``{"id", "contents", "score"}`` in rank order; ``text``
-    the contents joined, as a rollout gets them; ``dropped`` names the passages left out, with the
-    reason.
+    """What one search found, encoded once and recorded as often as it is asked. ``documents_json``
+    is the JSON list of ``{"id", "contents", "score"}`` in rank order; ``text`` the contents joined,
+    as a rollout gets them; ``dropped`` names the passages left out, with the reason.
     """
 
     documents_json: bytes

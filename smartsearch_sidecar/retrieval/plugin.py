@@ -31,12 +31,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 from smartsearch_sidecar.run.json_values import is_sha256
 
-THREADS = 8
-"""As many as a node has slots by default."""
-
-CLOSE_SECONDS = 5.0
-"""For the object's own ``close``; a retriever that hangs must not hold the drain."""
-
+THREADS = 8  # as many as a node has slots by default
+CLOSE_SECONDS = 5.0  # of the object's own ``close``; a retriever that hangs must not hold the drain
 _SPEC = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -66,9 +62,8 @@ class PluginProvider:
         self._object: Any = None
 
     async def start(self) -> None:
-        """Imports the module, calls the factory and asks for the first fingerprint.
-
-        Raises ``ConfigError`` where one of these fails, or the fingerprint lacks a digest.
+        """Imports the module, calls the factory and asks for the first fingerprint. Raises
+        ``ConfigError`` where one of these fails, or the fingerprint lacks a digest.
         """
         self._object = await self._threads.run(lambda: _made(self.name))
         self.remote = getattr(self._object, "remote", True) is not False

@@ -13,8 +13,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.config.sections import PROVIDERS
 
-Progress = Callable[[int, int], None]
-"""Told bytes verified, and bytes in all."""
+Progress = Callable[[int, int], None]  # told bytes verified, and bytes in all
 
 
 @runtime_checkable
@@ -88,10 +87,8 @@ class WatchesItself(Protocol):
 
 async def open_configured(config: Config, progress: Progress | None = None) -> Provider:
     """Opens what the configuration names, off the loop where it blocks: a backend's folder has the
-    name of its key, and a file ``provider.py``.
-
-    Raises ``IndexUnusable``, ``ConfigError`` or
-    a ``RetrievalError`` with a sentence for the operator.
+    name of its key, and a file ``provider.py``. Raises ``IndexUnusable``, ``ConfigError`` or a
+    ``RetrievalError`` with a sentence for the operator.
     """
     name = config.retrieval.provider
     # Only the backend that is used is imported: each brings libraries that take long to load.

@@ -36,7 +36,6 @@ class RetrieverThreads:
 
     async def run(self, call: Callable[[], _T]) -> _T:
         """What ``call`` returns or raises. A caller that leaves before its turn frees the turn.
-
         Raises ``ProviderFault`` after ``stop``, and for what cannot cross to the loop.
         """
         if self._stopped:

@@ -21,13 +21,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config.sections import HelperSection
 from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.run.json_values import is_text
@@ -62,8 +62,7 @@ class Usage(NamedTuple):
     output_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class HelperAnswer:
+class HelperAnswer(NamedTuple):
     """One usable completion.
 
     ``text`` is what the model wrote, without the stop string; ``finish_reason`` is ``stop`` or
@@ -72,16 +71,10 @@ class HelperAnswer:
     """
 
     text: str
-    input_tokens: int
-    output_tokens: int
+    usage: Usage
     finish_reason: str
     model: str
     weight_version: str | None = None
-
-    @property
-    def usage(self) -> Usage:
-        """The tokens, as the meter takes them."""
-        return Usage(self.input_tokens, self.output_tokens)
 
 
 class SGLang:
@@ -186,60 +179,35 @@ PROTOCOLS: Final[Mapping[Kind, SGLang | Completions]] = {
 }
 
 
-def address(url: str, path: str) -> tuple[str, str]:
-    """The base address without the protocol's own path, and ``host:port`` for messages."""
-    parts = urlsplit(url)
-    try:
-        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        usable = False
-    if not usable or parts.query or parts.fragment or parts.username is not None:
-        raise errors.CONFIG_INVALID(
-            "reward.helper.url must be like http://127.0.0.1:9001, without user, query or fragment"
-        )
+def base_of(url: str, path: str) -> str:
+    """The address without the protocol's own path, which may be written out or left out."""
     base = url.rstrip("/")
     for ending in (path, path.rpartition("/")[0]):
         if ending and base.endswith(ending):
-            base = base.removesuffix(ending)
-            break
-    return base, parts.netloc
+            return base.removesuffix(ending)
+    return base
 
 
 class HelperClient:
     """The helper, as a pooled client without proxies, redirects, cookies or second tries.
 
-    Args:
-        kind: ``sglang`` or ``completions``.
-        url: base address, http or https; the protocol's own path may be written out or left out.
-        model: the name the server shows for what it serves.
-        model_sha256: what the operator declares for the weights; 64 hex digits.
-        timeout_seconds: for one exchange, connecting included.
-        answer_bytes_max: bytes of one answer.
-        connect_tries: attempts at a connection; ``pause`` waits between them (seconds).
-
-    Concurrency is the caller's to bound (``scoring/helper_calls.py``). Close it when done.
+    ``url``, ``model`` and ``model_sha256`` of the section are set; ``pause`` waits between attempts
+    at a connection (seconds). Concurrency is the caller's to bound (``scoring/helper_calls.py``).
     """
 
     def __init__(
         self,
+        section: HelperSection,
         *,
-        kind: Kind,
-        url: str,
-        model: str,
-        model_sha256: str,
-        timeout_seconds: float = 120.0,
-        answer_bytes_max: int = ANSWER_BYTES_MAX,
-        connect_tries: int = CONNECT_TRIES,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        self.kind = kind
-        self.model = model
-        self.model_sha256 = model_sha256
-        self.timeout_seconds = timeout_seconds
-        self._protocol = PROTOCOLS[kind]
-        self._base, self.place = address(url, self._protocol.path)
-        self._answer_bytes_max = answer_bytes_max
-        self._connect_tries = connect_tries
+        self.kind: Kind = section.kind
+        self.model = str(section.model)
+        self.timeout_seconds = section.timeout_seconds
+        self._model_sha256 = section.model_sha256
+        self._protocol = PROTOCOLS[section.kind]
+        self._base = base_of(str(section.url), self._protocol.path)
+        self.place = urlsplit(self._base).netloc  # host and port, for messages
         self._pause = pause
         self._http = OutboundHttp(
             connections_max=0,  # the dispatch bounds the calls at once
@@ -257,8 +225,6 @@ class HelperClient:
     async def close(self) -> None:
         """Drops every connection. Not before the last exchange has ended."""
         await self._http.close()
-
-    # --- asking -----------------------------------------------------------------------------------
 
     async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:
         """One completion: temperature 0.6, at most 2,048 tokens, stopped before ``</answer>``.
@@ -284,8 +250,6 @@ class HelperClient:
             )
         return answer
 
-    # --- identity ---------------------------------------------------------------------------------
-
     async def identity(self) -> Mapping[str, Any]:
         """What names the helper: ``kind``, ``model``, ``model_sha256``, and in ``shown`` what the
         server says of itself (maybe nothing), checked as by ``check_identity``.
@@ -294,7 +258,7 @@ class HelperClient:
         return {
             "kind": self.kind,
             "model": self.model,
-            "model_sha256": self.model_sha256,
+            "model_sha256": self._model_sha256,
             "shown": dict(self._shown or {}),
         }
 
@@ -322,8 +286,6 @@ class HelperClient:
             if status not in _NOT_SHOWN:
                 raise self._refused(status)
         return {}
-
-    # --- one exchange -----------------------------------------------------------------------------
 
     def _until(self, deadline: float | None) -> float:
         own = asyncio.get_running_loop().time() + self.timeout_seconds
@@ -359,25 +321,22 @@ class HelperClient:
                         self._base + path,
                         body,
                         until=until,
-                        bytes_max=self._answer_bytes_max,
+                        bytes_max=ANSWER_BYTES_MAX,
                         json_only=True,
                     )
                 )
             except ExchangeFailed as error:
-                last = error.failure is ExchangeFault.LATE or attempt >= self._connect_tries
+                last = error.failure is ExchangeFault.LATE or attempt >= CONNECT_TRIES
                 if error.sent or last:
                     raise self._fault(error) from error
             else:
                 return answer.status, answer.body
-            await self._pause_until(CONNECT_PAUSE_SECONDS * attempt, until)
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._pause(CONNECT_PAUSE_SECONDS * attempt)
+            except TimeoutError:
+                raise self._unreachable("not in time") from None
         raise errors.INTERNAL_ERROR("an exchange ended without an answer or an error")
-
-    async def _pause_until(self, seconds: float, until: float) -> None:
-        try:
-            async with asyncio.timeout_at(until):
-                await self._pause(seconds)
-        except TimeoutError:
-            raise self._unreachable("not in time") from None
 
     def _fault(self, error: ExchangeFailed) -> errors.HelperFault:
         """What an exchange without a usable answer is to the run."""
@@ -400,7 +359,7 @@ class HelperClient:
             )
         if error.failure is ExchangeFault.TOO_LONG:
             return errors.HELPER_ANSWER_INVALID(
-                f"the helper at {self.place} answered with more than {self._answer_bytes_max} bytes"
+                f"the helper at {self.place} answered with more than {ANSWER_BYTES_MAX} bytes"
             )
         if error.answered:
             return errors.HELPER_TRUNCATED(
@@ -416,9 +375,6 @@ class HelperClient:
             f"no connection to the helper at {self.place} ({why}): start it, or set "
             "reward.helper.url"
         )
-
-
-# --- judging --------------------------------------------------------------------------------------
 
 
 def _judge(
@@ -444,9 +400,7 @@ def _judge(
             "the helper's text is empty, and an empty verdict would count as a correct round",
             usage=usage,
         )
-    return HelperAnswer(
-        text, *usage, finish_reason=finish, model=model, weight_version=weight_version
-    )
+    return HelperAnswer(text, usage, finish, model, weight_version)
 
 
 def _usage(value: Any, where: str) -> Usage:

@@ -18,39 +18,30 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from smartsearch_sidecar import errors
 
 THINK: Final = "<think>"
-THINKS_OF_THE_PROMPT: Final = 3
-"""In the pinned system prompt; the fourth ends the generation prompt: no policy can omit it."""
+THINKS_OF_THE_PROMPT: Final = 3  # the fourth ends the generation prompt: no policy can omit it
 SEARCH_END: Final = "</search>"
 RESULT_START: Final = "<result>"
 RESULT_END: Final = "</result>"
-DIGEST_BYTES: Final = 16
-"""Two of 10 million texts collide with a probability of 1e-25."""
+DIGEST_BYTES: Final = 16  # two of 10 million texts collide with a probability of 1e-25
 UNCOUNTED_ANSWERS: Final = 16
 """Room beyond the capacity for constant answers that consume no attempt (a declined query)."""
 
 _FREE: Final = bytes(DIGEST_BYTES)
-_SHARD_DIGESTS: Final = 2048
-"""A table that is full is rebuilt on the event loop: so many digests take well under 10 ms."""
+_SHARD_DIGESTS: Final = 2048  # a full table is rebuilt on the loop: so many take well under 10 ms
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What the blocks of one response are."""
 
-    judged: int
-    """Complete blocks where only the rollout writes."""
-    policy_own: int
-    """Other ``<result>`` tags."""
-    cut: int
-    """1 when the last block of the rollout has no end, else 0."""
-    broken: tuple[int, ...]
-    """Offsets in characters of the judged blocks that are no answer of this run."""
+    judged: int  # complete blocks where only the rollout writes
+    policy_own: int  # other ``<result>`` tags
+    cut: int  # 1 when the last block of the rollout has no end, else 0
+    broken: tuple[int, ...]  # offsets of the judged blocks that are no answer of this run
 
 
 class AnswerDigests:
@@ -79,9 +70,8 @@ class AnswerDigests:
         self.add_digest(block_digest(block_of(result_text)))
 
     def add_digest(self, digest: bytes) -> None:
-        """The same for an answer that another node handed over.
-
-        Raises ``InvariantBroken`` for more distinct answers than the capacity.
+        """The same for an answer that another node handed over. Raises ``InvariantBroken`` for more
+        distinct answers than the capacity.
         """
         shard = self._shard(digest)
         table = self._tables[shard]
@@ -100,19 +90,16 @@ class AnswerDigests:
         if self._held[shard] * 4 > slots * 3:
             self._tables[shard] = _grown(table, slots + slots // 2)
 
-    def __contains__(self, block: object) -> bool:
+    def __contains__(self, block: str) -> bool:
         """Whether a block, as it stands in a rollout, is one of an answer of this run."""
-        if not isinstance(block, str):
-            return False
         digest = block_digest(block)
         table = self._tables[self._shard(digest)]
         place = _place(table, digest)
         return table[place : place + DIGEST_BYTES] == digest
 
     def judge(self, solution_str: str) -> Judgement:
-        """Judges one rollout: prompt and response, decoded together, special tokens kept.
-
-        Raises ``TEMPLATE_DIFFERS`` where no response can be told apart.
+        """Judges one rollout: prompt and response, decoded together, special tokens kept. Raises
+        ``TEMPLATE_DIFFERS`` where no response can be told apart.
         """
         start = _response(solution_str)
         judged = policy_own = cut = 0

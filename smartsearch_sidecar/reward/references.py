@@ -14,16 +14,14 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.run.json_values import is_filled_text
 
 Split: TypeAlias = Literal["train", "validation"]
-
 Declared: TypeAlias = dict[str, tuple[Split, tuple[str, ...]]]
 """A question (stripped, NFC) to its split and answers (NFC)."""
 
@@ -31,15 +29,12 @@ TURN_START: Final = "<|im_start|>user\n"
 TURN_END: Final = "<|im_end|>"
 """The user turn of the pinned chat template; the scorer reads the first one."""
 PARQUET_MAGIC: Final = b"PAR1"
-PARQUET_BATCH_ROWS: Final = 1024
-"""Rows decoded at once: the file is streamed, also where one row group holds all of it."""
-ROWS_NAMED_MAX: Final = 5
-"""Bad rows a refusal names; a file that is wrong throughout needs no longer list."""
+PARQUET_BATCH_ROWS: Final = 1024  # the file is streamed, also where one row group holds it all
+ROWS_NAMED_MAX: Final = 5  # a file that is wrong throughout needs no longer list
 _COLUMNS: Final = ("question", "golden_answers", "ground_truth", "reward_model.ground_truth")
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(NamedTuple):
     """Where the question of a rollout was declared; ``question`` is as the scorer finds it."""
 
     split: Split

@@ -28,8 +28,7 @@ from typing import Any, Final, Literal, TypeAlias, Union
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.source import VerifiedSource
 
-Answers: TypeAlias = str | Sequence[str]
-"""Ground truth as the dataset has it: one string, or a sequence of them."""
+Answers: TypeAlias = str | Sequence[str]  # one string, or a sequence of them, as in the dataset
 
 ENTRY: Final = "compute_score_with_format"
 TRANSPORT: Final = "generate_response"
@@ -37,8 +36,7 @@ EXTRACTION: Final = "get_model_score"
 
 STOP: Final = "</answer>"
 """What the helper stops at and therefore does not return; the source appends it to every text."""
-_PLACEHOLDER: Final = f"<answer>0{STOP}"
-"""What the first pass answers; its rewards are thrown away."""
+_PLACEHOLDER: Final = f"<answer>0{STOP}"  # what the first pass answers; its rewards are thrown away
 
 
 class Scorer:
@@ -49,9 +47,8 @@ class Scorer:
         self._code = _functions(source)
 
     def collect_prompts(self, solution_str: str, ground_truth: Answers) -> tuple[str, ...]:
-        """The prompts the scorer will ask, in order, without asking the helper.
-
-        Raises: ``TEMPLATE_DIFFERS`` where the scorer cannot read the text; ``SCORER_FAILED``.
+        """The prompts the scorer will ask, in order, without asking the helper. Raises
+        ``TEMPLATE_DIFFERS`` where the scorer cannot read the text; ``SCORER_FAILED``.
         """
         prompts: list[str] = []
 
@@ -107,9 +104,8 @@ class Scorer:
         return _reward(self._run(lambda prompt: ask(prompt) + STOP, solution_str, ground_truth))
 
     def verdict(self, text: str) -> Literal["0", "1", "other"]:
-        """What the scorer reads in one helper text (without the stop string).
-
-        It silently takes ``other`` for correct.
+        """What the scorer reads in one helper text (without the stop string). It silently takes
+        ``other`` for correct.
         """
         functions = self._functions(lambda _prompt: text + STOP)
         found = self._call(functions[EXTRACTION], "")

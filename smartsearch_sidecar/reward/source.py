@@ -21,20 +21,16 @@ from typing import Any
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.json_values import is_sha256
 
-GIT_SECONDS = 60.0
-"""A status of a few thousand files on a cold network mount; longer means the mount hangs."""
-SOURCE_BYTES_MAX = 1 << 20
-"""The pinned scorer is 9 KB; a megabyte is another file."""
+GIT_SECONDS = 60.0  # a status of a few thousand files on a cold network mount; longer: it hangs
+SOURCE_BYTES_MAX = 1 << 20  # the pinned scorer is 9 KB; a megabyte is another file
 
 
 @dataclass(frozen=True)
 class Pin:
     """What a checkout must be."""
 
-    commit: str
-    """The full commit id (40 hex digits) HEAD must have."""
-    path: str
-    """The scorer's file, relative to the root, with ``/``."""
+    commit: str  # the full commit id (40 hex digits) HEAD must have
+    path: str  # the scorer's file, relative to the root, with ``/``
     sha256: str
 
 
@@ -54,8 +50,7 @@ class VerifiedSource:
     sha256: str
     text: bytes = field(repr=False)
     """The file's bytes; what is compiled is exactly this, never a second read."""
-    root: Path
-    """What a run directory may not overlap: the checkout, or the file itself."""
+    root: Path  # what a run directory may not overlap: the checkout, or the file itself
     binding: Mapping[str, Any]
     """JSON facts for the run's claim (``kind``, ``path``, ``sha256``; of a checkout also ``root``,
     ``head``, ``clean``)."""
@@ -199,7 +194,17 @@ class _Git:
             f"core.attributesFile={os.devnull}",
             "protocol.allow=never",
         ]
-        self._switch_filters_off()
+        # Content filters are commands the checkout's configuration names; ``status`` runs them.
+        done = self._call(("config", "--null", "--name-only", "--get-regexp", r"^filter\."))
+        names = done.stdout.decode("utf-8", "surrogateescape").split("\0")
+        for driver in sorted({name[len("filter.") :].rpartition(".")[0] for name in names if name}):
+            if "=" in driver:  # "-c" ends a name at its first "=": it could not be switched off
+                raise errors.SCORER_SOURCE(
+                    f"the git configuration of reward.checkout {self._root} names a filter with "
+                    "'='; remove it"
+                )
+            for setting in ("clean=", "smudge=", "process=", "required=false"):
+                self._settings.append(f"filter.{driver}.{setting}")
 
     def run(self, *words: str) -> str:
         """What git prints. Raises ``ScorerSourceError`` when it fails or hangs."""
@@ -211,19 +216,6 @@ class _Git:
                 f"{said[0] if said else f'exit {done.returncode}'}"
             )
         return done.stdout.decode("utf-8", "surrogateescape")
-
-    def _switch_filters_off(self) -> None:
-        """Content filters are commands the checkout's configuration names; ``status`` runs them."""
-        done = self._call(("config", "--null", "--name-only", "--get-regexp", r"^filter\."))
-        names = done.stdout.decode("utf-8", "surrogateescape").split("\0")
-        for driver in sorted({name[len("filter.") :].rpartition(".")[0] for name in names if name}):
-            if "=" in driver:  # "-c" ends a name at its first "=": it could not be switched off
-                raise errors.SCORER_SOURCE(
-                    f"the git configuration of reward.checkout {self._root} names a filter with "
-                    "'='; remove it"
-                )
-            for setting in ("clean=", "smudge=", "process=", "required=false"):
-                self._settings.append(f"filter.{driver}.{setting}")
 
     def _call(self, words: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
         # A home of our own carries safe.directory: git older than 2.38 does not take it from "-c".

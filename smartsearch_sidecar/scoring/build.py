@@ -114,13 +114,9 @@ async def open_rewards(config: Config) -> Rewards:
     references = await asyncio.to_thread(
         References.load, section.references.train, section.references.validation
     )
-    helper = HelperClient(
-        kind=section.helper.kind,
-        url=_needed(section.helper.url, "reward.helper.url"),
-        model=_needed(section.helper.model, "reward.helper.model"),
-        model_sha256=_needed(section.helper.model_sha256, "reward.helper.model_sha256"),
-        timeout_seconds=section.helper.timeout_seconds,
-    )
+    for key in ("url", "model", "model_sha256"):
+        _needed(getattr(section.helper, key), f"reward.helper.{key}")
+    helper = HelperClient(section.helper)
     try:
         scorer = await asyncio.to_thread(Scorer, source)
         identity = await helper.identity()

@@ -347,8 +347,8 @@ def _settlement(row: Row, number: int, outcome: Outcome) -> HelperAnswered | Hel
             split=row.split,
             score=row.number,
             text=outcome.text,
-            input_tokens=outcome.input_tokens,
-            output_tokens=outcome.output_tokens,
+            input_tokens=outcome.usage.input_tokens,
+            output_tokens=outcome.usage.output_tokens,
             finish_reason=outcome.finish_reason,
             model=outcome.model,
         )

@@ -87,10 +87,8 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Service:
-    """Everything between the parsed edge and the ledger, for one run.
-
-    ``on_answer`` is called with the text of every answer before it is handed over, for the
-    provenance of rewards.
+    """Everything between the parsed edge and the ledger, for one run. ``on_answer`` is called with
+    the text of every answer before it is handed over, for the provenance of rewards.
     """
 
     run: Run
@@ -120,12 +118,9 @@ class Service:
                 detail=f"the client had gone before its answer was handed to it ({stage})",
             )
 
-    # --- /execute ---------------------------------------------------------------------------------
-
     async def execute(self, body: bytes, *, began: float, gone: Callable[[], bool]) -> Answer:
-        """Serves one ``/execute`` body; ``began`` is the loop's clock at its first byte.
-
-        Raises a ``SidecarError`` whose latch, if any, is closed and durable by then.
+        """Serves one ``/execute`` body; ``began`` is the loop's clock at its first byte. Raises a
+        ``SidecarError`` whose latch, if any, is closed and durable by then.
         """
         return await self.in_turn(began, gone, lambda deadline: self._execute(body, deadline))
 
@@ -150,8 +145,6 @@ class Service:
         if self.on_answer is not None:
             self.on_answer(text)
         return Answer(render_execute(text), number)
-
-    # --- the steps of any search ------------------------------------------------------------------
 
     async def in_turn(
         self,
@@ -283,15 +276,11 @@ def refuse_as_reference(problem: QueryProblem) -> None:
         raise refusal(f"the query is not searched: {problem.value}")
 
 
-# --- many searches in one request -----------------------------------------------------------------
-
-
 async def search_many(
     service: Service, asked: Searches, *, began: float, gone: Callable[[], bool]
 ) -> Answer:
-    """Serves one request; ``began`` is the loop's clock at its first byte.
-
-    Raises a ``SidecarError`` whose latch, if any, is closed and durable by then.
+    """Serves one request; ``began`` is the loop's clock at its first byte. Raises a
+    ``SidecarError`` whose latch, if any, is closed and durable by then.
     """
     return await service.in_turn(
         began, gone, lambda deadline: _SearchBatch(service, asked, deadline).answer()
@@ -370,7 +359,7 @@ class _SearchBatch:
         asked = ClientQuery(form.route, query.text, top_n, *place)
         if query.problem is not None and service.policy.decline:
             receipt = self._post(service.decline(query.problem, asked))
-            self._keep(index, render_declined(form), DECLINED_SCORES, DECLINED_RESULT)
+            kept = render_declined(form), DECLINED_SCORES, DECLINED_RESULT
         else:
             number, found, item = await service.search(
                 query.text, query.problem, asked, self._deadline, top_n
@@ -379,7 +368,8 @@ class _SearchBatch:
             receipt = self._post(item)
             documents = found.documents()
             scores = render_scores(documents) if self._asked.scores else b""
-            self._keep(index, render_found(form, documents), scores, found.text)
+            kept = render_found(form, documents), scores, found.text
+        self._parts[index], self._scores[index], self._texts[index] = kept
         if receipt is not None:
             await receipt
 
@@ -391,6 +381,3 @@ class _SearchBatch:
             return writer.post_for_receipt(item)
         writer.post(item)
         return None
-
-    def _keep(self, index: int, part: bytes, scores: bytes, text: str) -> None:
-        self._parts[index], self._scores[index], self._texts[index] = part, scores, text

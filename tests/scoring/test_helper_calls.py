@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.config.sections import HelperSection
 from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
 from smartsearch_sidecar.run.state import Meter
 from smartsearch_sidecar.scoring.helper_calls import (
@@ -109,7 +110,7 @@ async def fake() -> AsyncIterator[FakeHelper]:
 async def client(fake: FakeHelper) -> AsyncIterator[HelperClient]:
     """The real client of the fake."""
     async with HelperClient(
-        kind="sglang", url=fake.url, model=MODEL, model_sha256="0" * 64, timeout_seconds=30
+        HelperSection(url=fake.url, model=MODEL, model_sha256="0" * 64, timeout_seconds=30)
     ) as helper:
         yield helper
 
@@ -252,9 +253,8 @@ async def test_calls_already_sent_are_awaited_before_the_failure_is_raised(
     fake.gate.clear()
     fake.failures[2] = "error_500"
     books = Books(fake)
-    async with _Slow(
-        kind="sglang", url=fake.url, model=MODEL, model_sha256="0" * 64, timeout_seconds=30
-    ) as slow:
+    section = HelperSection(url=fake.url, model=MODEL, model_sha256="0" * 64, timeout_seconds=30)
+    async with _Slow(section) as slow:
         dispatch = HelperDispatch(slow, concurrency=3, seed=17)
         asking = asyncio.create_task(dispatch.ask_all(prompts(9), **books.hooks(), deadline=soon()))
         await turns(lambda: dispatch.in_flight == 3)
@@ -275,8 +275,8 @@ async def test_calls_already_sent_are_awaited_before_the_failure_is_raised(
 class _Slow(HelperClient):
     """Holds good answers back until ``released`` is set, as a slower server would."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self, section: HelperSection) -> None:
+        super().__init__(section)
         self.released = asyncio.Event()
 
     async def ask(self, prompt: str, *, seed: int, deadline: float | None = None) -> HelperAnswer:

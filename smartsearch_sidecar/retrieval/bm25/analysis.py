@@ -22,8 +22,7 @@ ID: Final = "id"
 CONTENTS: Final = "contents"
 TEXT: Final = "text"
 
-TOKEN_BYTES_MAX: Final = 40
-"""Longer tokens (hashes, URLs without marks) do not occur in questions."""
+TOKEN_BYTES_MAX: Final = 40  # longer tokens (hashes, URLs without marks) do not occur in questions
 
 # The common 33; dropping them from a question leaves a tenth of the postings and the same recall.
 STOP_WORDS: Final = (
@@ -64,9 +63,8 @@ def schema() -> tantivy.Schema:
 
 
 def prepared(text: str) -> str:
-    """``text`` as the analyzer is given it: composed (NFC), ideographs apart.
-
-    Total: a lone surrogate, which has no UTF-8 form, becomes a question mark.
+    """``text`` as the analyzer is given it: composed (NFC), ideographs apart. Total: a lone
+    surrogate, which has no UTF-8 form, becomes a question mark.
     """
     if text.isascii():
         return text

@@ -91,11 +91,9 @@ def build(
     progress: BuildProgress | None = None,
     sizing: Sizing | None = None,
 ) -> Manifest:
-    """Builds the index of a corpus in the new folder ``out``.
-
-    Passages that carry protocol tags are left out and counted. Raises ``CorpusError`` where the
-    corpus is to blame, ``UsageError`` where the place is; then, and when it is interrupted, nothing
-    is left behind.
+    """Builds the index of a corpus in the new folder ``out``. Passages that carry protocol tags are
+    left out and counted. Raises ``CorpusError`` where the corpus is to blame, ``UsageError`` where
+    the place is; then, and when it is interrupted, nothing is left behind.
     """
     started = time.monotonic()
     tell = progress or (lambda _stage, _done, _total: None)
@@ -146,9 +144,6 @@ def plan(passages: int, characters: int, sizing: Sizing) -> list[int]:
     sizes = [passages // count + count - 1 - 2 * position for position in range(count)]
     sizes[0] += passages - sum(sizes)
     return sizes
-
-
-# --- the passes -----------------------------------------------------------------------------------
 
 
 def _survey(corpus: Corpus, folder: Path, tell: BuildProgress) -> Survey:
@@ -230,7 +225,15 @@ def _index(
             )
         _apart(writer.commit, patience)
         _apart(writer.wait_merging_threads, lambda: tell("merging", 0, 0))
-    _check(folder, survey.passages)
+    segments = orjson.loads((folder / manifests.META).read_bytes())["segments"]
+    held = sum(segment["max_doc"] for segment in segments)
+    if len(segments) != 1 or held != survey.passages:
+        raise errors.USAGE(
+            f"the index came out in {len(segments)} parts with {held} of {survey.passages} "
+            f"passages, not as one; make room in {folder.parent} (about twice the corpus) and "
+            "build again, and if that is no help, shuffle the corpus: its parts differ too much "
+            "in length"
+        )
 
 
 def _apart(call: Callable[[], object], waiting: Callable[[], None]) -> None:
@@ -265,20 +268,6 @@ def _writing_errors(folder: Path) -> Iterator[None]:
             f"the index cannot be written in {folder.parent}: {first[:300]}; make room (about "
             "twice the corpus) and build again"
         ) from error
-
-
-def _check(folder: Path, passages: int) -> None:
-    segments = orjson.loads((folder / manifests.META).read_bytes())["segments"]
-    held = sum(segment["max_doc"] for segment in segments)
-    if len(segments) != 1 or held != passages:
-        raise errors.USAGE(
-            f"the index came out in {len(segments)} parts with {held} of {passages} passages, not "
-            f"as one; make room in {folder.parent} (about twice the corpus) and build again, and "
-            "if that is no help, shuffle the corpus: its parts differ too much in length"
-        )
-
-
-# --- repeated ids --------------------------------------------------------------------------------
 
 
 class DistinctIds:

@@ -41,22 +41,17 @@ if TYPE_CHECKING:
 
     from _typeshed import WriteableBuffer
 
-ID_CHARACTERS_MAX: Final = 1024
-"""An id is recorded with every answer it is part of."""
-
+ID_CHARACTERS_MAX: Final = 1024  # an id is recorded with every answer it is part of
 _GZIP: Final = b"\x1f\x8b"
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _BUFFER_BYTES: Final = 1024 * 1024
-
-ENTRY_BYTES_MAX: Final = 16 * 1024 * 1024
-"""One line, or one article: about twice the longest passage the guard lets through."""
-
+ENTRY_BYTES_MAX: Final = 16 * 1024 * 1024  # about twice the longest passage the guard takes
 _VITAL_BEGINS: Final = re.compile(rb'\{\s*(?:$|"(?:[^"\\]|\\.)*"\s*:\s*(?:$|\{))')
 _READ_CHARACTERS: Final = 64 * 1024
 _BLANK: Final = re.compile(r"[ \t\r\n]+")
 
-Seen = Callable[[int], None]
-"""Told now and then how many bytes of the file have been read."""
+Seen = Callable[[int], None]  # told now and then how many bytes of the file have been read
+Entry = tuple[str, str]  # id and contents
 
 
 class Format(StrEnum):
@@ -70,10 +65,6 @@ class Unreadable(Exception):
     """An entry that is not a passage. The message continues "FILE, line N: "."""
 
     line: int | None = None
-
-
-Entry = tuple[str, str]
-"""Id and contents."""
 
 
 class CorpusPassage(NamedTuple):
@@ -230,28 +221,21 @@ def _checked(line: int, identifier: str, contents: str) -> CorpusPassage:
     return CorpusPassage(line, bare, contents)
 
 
-# --- the forms ------------------------------------------------------------------------------------
-
-
 def recognised(head: bytes) -> Format:
     """The format of a corpus whose first line with anything on it is ``head``."""
-    if head.startswith(b"{"):
-        return _recognised_json(head)
-    if b"\t" in head:
-        if _is_header(head):
-            return Format.DPR
-        raise Unreadable(
-            "the columns have no header; put id<TAB>text<TAB>title there, or pass --format dpr "
-            "if the columns stand in that order"
-        )
-    raise Unreadable(
-        "this does not begin a corpus of a known format; readable are FlashRAG JSONL (id, "
-        "contents), BEIR JSONL (_id, title, text), DPR TSV (id, text, title) and the "
-        "vital-articles summaries, plain or gzip"
-    )
-
-
-def _recognised_json(head: bytes) -> Format:
+    if not head.startswith(b"{"):
+        if b"\t" not in head:
+            raise Unreadable(
+                "this does not begin a corpus of a known format; readable are FlashRAG JSONL (id, "
+                "contents), BEIR JSONL (_id, title, text), DPR TSV (id, text, title) and the "
+                "vital-articles summaries, plain or gzip"
+            )
+        if not _is_header(head):
+            raise Unreadable(
+                "the columns have no header; put id<TAB>text<TAB>title there, or pass --format dpr "
+                "if the columns stand in that order"
+            )
+        return Format.DPR
     try:
         value = orjson.loads(head)
     except orjson.JSONDecodeError as error:
@@ -268,9 +252,6 @@ def _recognised_json(head: bytes) -> Format:
     raise Unreadable(
         f"the keys are {keys}; FlashRAG JSONL has id and contents, BEIR JSONL has _id and text"
     )
-
-
-# --- one entry a line -----------------------------------------------------------------------------
 
 
 def _flashrag(line: bytes) -> Entry:
@@ -347,9 +328,6 @@ _LINES: Final[dict[Format, Callable[[bytes], Entry]]] = {
     Format.BEIR: _beir,
     Format.DPR: _dpr,
 }
-
-
-# --- one object of articles -----------------------------------------------------------------------
 
 
 class _Members:

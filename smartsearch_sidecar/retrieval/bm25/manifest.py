@@ -26,16 +26,14 @@ from typing import Any, Final
 
 import orjson
 import tantivy
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.retrieval.bm25.analysis import ANALYZER
 from smartsearch_sidecar.run.json_values import canonical_digest
 
 NAME: Final = "manifest.json"
-FORMAT: Final = 1
-"""Of the index folder: stored fields, manifest, digests. A change of any of them raises it."""
-
+FORMAT: Final = 1  # of stored fields, manifest and digests; a change of any raises it
 META: Final = "meta.json"  # tantivy's list of segments
 REBUILD: Final = (
     "`smartsearch-sidecar index build CORPUS NEW_FOLDER` and name that in retrieval.bm25.index"
@@ -48,19 +46,15 @@ _REMOVE_PAUSE_SECONDS: Final = 0.02
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class FileFacts(BaseModel):
+class FileFacts(BaseModel, frozen=True, extra="forbid", strict=True):
     """One file of the index."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sha256: str = _Digest
     bytes: int = Field(ge=0)
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True, extra="forbid", strict=True):
     """The facts of an index. Sizes are bytes, counts are passages."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: int
     tantivy: str
@@ -158,14 +152,10 @@ def cannot_read(path: Path, error: OSError) -> errors.UsageError:
     return errors.INDEX_UNUSABLE(f"{path} cannot be read: {error.strerror or error}")
 
 
-# --- a folder in the making -----------------------------------------------------------------------
-
-
 @contextmanager
 def workshop(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out`` that is gone afterwards, or has become ``out``.
-
-    Its lock tells a build that still runs from one that was killed, whose leavings are removed.
+    """A hidden folder beside ``out`` that is gone afterwards, or has become ``out``. Its lock tells
+    a build that still runs from one that was killed, whose leavings are removed.
     """
     folder = out.parent / f".{out.name}.building"
     try:

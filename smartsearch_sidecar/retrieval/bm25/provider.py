@@ -45,10 +45,7 @@ from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 WORDS_MAX: Final = 32
 """Distinct words of one question that are searched: 4 KB of text cost 2 ms instead of 222 at two
 million passages, at the same recall."""
-
-TOP_N_MAX: Final = 100
-"""tantivy sets memory aside by this number before it looks at anything."""
-
+TOP_N_MAX: Final = 100  # tantivy sets memory aside by this number before it looks at anything
 _PANIC: Final = "PanicException"  # not importable; a BaseException that `except Exception` misses
 _HASH_BYTES: Final = 1024 * 1024
 _MEMORY_FOLDER: Final = "/dev/shm"  # noqa: S108 - only links go there, into a folder of our own
@@ -121,7 +118,15 @@ class Bm25Index:
             words = self.words(question)
             if not words:
                 return []
-            hits = self._searcher.search(self._query(words), top_n, count=False).hits
+            clauses = []
+            for word, count in words.items():
+                # As the schema indexes it: "basic" would leave the frequencies out of the score.
+                clause = Query.term_query(self._schema, TEXT, word, index_option="freq")
+                if count > 1:
+                    clause = Query.boost_query(clause, float(count))
+                clauses.append((Occur.Should, clause))
+            query = Query.boolean_query(clauses)
+            hits = self._searcher.search(query, top_n, count=False).hits
             return [self._document(score, address) for score, address in hits]
         except BaseException as error:
             if not isinstance(error, ValueError) and type(error).__name__ != _PANIC:
@@ -130,16 +135,6 @@ class Bm25Index:
                 f"the index at {self.files.folder} failed in a search ({type(error).__name__}); "
                 "verify its files before it is served again"
             ) from error
-
-    def _query(self, words: Mapping[str, int]) -> Query:
-        clauses = []
-        for word, count in words.items():
-            # As the schema indexes it: "basic" would leave the frequencies out of the score.
-            clause = Query.term_query(self._schema, TEXT, word, index_option="freq")
-            if count > 1:
-                clause = Query.boost_query(clause, float(count))
-            clauses.append((Occur.Should, clause))
-        return Query.boolean_query(clauses)
 
     def _document(self, score: float, address: Any) -> dict[str, Any]:
         stored = self._searcher.doc(address)
@@ -198,9 +193,8 @@ def _folder_facts(status: os.stat_result) -> Facts:
 
 
 class ServedFiles:
-    """The files of an open index, and whether they still are the ones that were verified.
-
-    Held by descriptor, so that looking costs no walk along a path: it is done for every search.
+    """The files of an open index, and whether they still are the ones that were verified. Held by
+    descriptor, so that looking costs no walk along a path: it is done for every search.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -83,17 +83,12 @@ class Gather(Generic[Answer]):
         self._ask = ask
         self._batch_max = batch_max
         self._calls_max = calls_max
-        self._waiting: dict[tuple[int, str], _Entry[Answer]] = {}
+        self._waiting: dict[tuple[int, str], _Entry[Answer]] = {}  # that no call has taken yet
         self._out: set[_Call[Answer]] = set()
         self._boarding: asyncio.Handle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._expected = 0  # searches that would fill the call that lingers
         self._closed = False
-
-    @property
-    def waiting(self) -> int:
-        """Distinct searches that no call has taken yet."""
-        return len(self._waiting)
 
     def reshape(self, *, batch_max: int, calls_max: int) -> None:
         """Other limits from the next departure on; calls already out are not touched."""

@@ -34,21 +34,14 @@ from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.flashrag.batcher import Failed, Gather
 from smartsearch_sidecar.run.json_values import has_utf8_form
 
-ANSWER_BYTES_PER_SEARCH: Final = 1024 * 1024
-"""Times the searches of a call. Five passages are some 5 KB: what is over this is not passages."""
-
+ANSWER_BYTES_PER_SEARCH: Final = 1024 * 1024  # five passages are some 5 KB
 KEEPALIVE_SECONDS: Final = 3.0
 """Under the 5 s after which uvicorn closes an idle connection: reusing one it is just closing would
 look like a lost search."""
-
-REFUSED: Final = (400, 422)
-"""How FastAPI refuses a query: the first by its handler, the second by its request model."""
-
-MISSING: Final = (404, 405)
-"""The route is not served."""
+REFUSED: Final = (400, 422)  # how FastAPI refuses a query: by its handler, by its request model
+MISSING: Final = (404, 405)  # the route is not served
 
 Documents = list[dict[str, Any]]
-
 _T = TypeVar("_T")
 _MEDIA_TYPE: Final = re.compile(r"[a-z0-9.+-]{1,40}/[a-z0-9.+-]{1,40}")
 _TRANSPORT, _FAULT = errors.PROVIDER_TRANSPORT, errors.PROVIDER_FAULT
@@ -71,13 +64,8 @@ _FAULTS: Final[Mapping[ExchangeFault, tuple[errors.Failure[Any], str]]] = {
 
 
 async def open_configured(config: Config, _progress: object = None) -> FlashragProvider:
-    """The provider of ``[retrieval.flashrag]``, started; nothing of it is verified here."""
-    return await from_config(config.retrieval.flashrag)
-
-
-async def from_config(settings: FlashRagSection) -> FlashragProvider:
-    """A started provider. Raises what ``start`` raises."""
-    provider = FlashragProvider(settings)
+    """The provider of ``[retrieval.flashrag]``, started. Raises what ``start`` raises."""
+    provider = FlashragProvider(config.retrieval.flashrag)
     try:
         await provider.start()
     except BaseException:
