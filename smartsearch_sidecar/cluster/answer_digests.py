@@ -24,12 +24,9 @@ from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
 from smartsearch_sidecar.cluster.values import unreadable
 
 DIGEST_BYTES: Final = 16
-BATCH_MAX: Final = 1024
-"""Digests of one message: 16 KiB, far below what a server takes, and more than 20 ms bring."""
-BATCH_SECONDS: Final = 0.02
-"""How long a digest waits for others in its message: at most 50 messages a second and node."""
-BACKLOG_MAX: Final = 65_536
-"""Digests that wait to be published: 1 MiB. A lease bounds them far below while NATS is away."""
+BATCH_MAX: Final = 1024  # digests of one message: 16 KiB, and more than 20 ms bring
+BATCH_SECONDS: Final = 0.02  # a digest waits so long for others: at most 50 messages a second
+BACKLOG_MAX: Final = 65_536  # 1 MiB; a lease bounds what waits far below while NATS is away
 
 _MARK: Final = b"SSD1"
 _WHAT: Final = "a message of digests"
@@ -119,24 +116,6 @@ class Backlog:
         return settled
 
 
-class Watermark:
-    """How far the stream has been ``read``: its messages are numbered from 1 without gaps.
-
-    ``missed`` messages never came: the stream was cut, and answers may stay unknown.
-    """
-
-    read = 0
-    missed = 0
-
-    def advance(self, sequence: int) -> bool:
-        """A message arrived; ``False`` where it was read before, as after a reconnect."""
-        if sequence <= self.read:
-            return False
-        self.missed += sequence - self.read - 1
-        self.read = sequence
-        return True
-
-
 class AnswerStream:
     """The run's stream of digests, as one node writes and reads it. Called on the loop."""
 
@@ -147,14 +126,15 @@ class AnswerStream:
         on_digest: Callable[[bytes], None],
         on_failure: Callable[[errors.SidecarError], None],
     ) -> None:
-        """``on_digest`` receives every digest read; ``on_failure`` why one cannot be read."""
+        """``on_failure`` receives why a message cannot be read."""
         self._bus = bus
         self._on_digest = on_digest
         self._on_failure = on_failure
         self._backlog = Backlog()
         self._news = asyncio.Event()
         self._progress = asyncio.Event()
-        self._read = Watermark()
+        self._read = 0  # number of the last message read: they count from 1 without gaps
+        self._missed = 0  # messages that never came: the stream was cut
 
     def add(self, digest: bytes) -> None:
         """An answer of this node is about to be handed over. Raises as ``Backlog.add`` does."""
@@ -166,10 +146,13 @@ class AnswerStream:
         await self._bus.read(self._on_message)
 
     def _on_message(self, sequence: int, data: bytes) -> None:
+        if sequence <= self._read:
+            return  # read before, as after a reconnect
+        self._missed += sequence - self._read - 1
+        self._read = sequence
         try:
-            if self._read.advance(sequence):
-                for digest in decode_batch(data):
-                    self._on_digest(digest)
+            for digest in decode_batch(data):
+                self._on_digest(digest)
         except errors.SidecarError as exc:
             self._on_failure(exc)
         self._wake()
@@ -205,10 +188,9 @@ class AnswerStream:
         Raises ``ClusterUnreadable`` where messages are missing: an unknown digest proves nothing.
         """
         last = await self._bus.last()
-        await self._until(lambda: self._read.read >= last)
-        if self._read.missed:
-            count = self._read.missed
-            why = f"{count} messages of answers never came: the stream was cut"
+        await self._until(lambda: self._read >= last)
+        if self._missed:
+            why = f"{self._missed} messages of answers never came: the stream was cut"
             raise errors.CLUSTER_UNREADABLE(why)
 
     async def _until(self, holds: Callable[[], bool]) -> None:

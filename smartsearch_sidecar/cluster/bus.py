@@ -14,8 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from smartsearch_sidecar.config import ClusterSection
 
-RETRY_SECONDS: Final = 0.1
-"""Between two attempts of a task that retries while the servers do not answer."""
+RETRY_SECONDS: Final = 0.1  # between two attempts while the servers do not answer
 
 
 class Entry(NamedTuple):

@@ -27,8 +27,7 @@ from smartsearch_sidecar.run.json_values import differences, flat
 
 AGREEMENT: Final = "agreement"
 REGISTERED: Final = "node"
-WITHDRAWN: Final = ""
-"""The instance of a name whose run was never begun: any node may take it."""
+WITHDRAWN: Final = ""  # instance of a name whose run was never begun: any node may take it
 
 # What each node may have of its own. Paths and addresses name places; what is there is named by
 # digest. Capabilities are compared by digest, below.
@@ -53,8 +52,7 @@ OWN_KEYS: Final = frozenset(
 
 OWN_FACTS: Final = frozenset({"reward.source.root", "reward.source.path"})  # of identities
 
-_SHOWN_MAX: Final = 6
-"""Differences of which both sides are shown; where there are more, each is only named."""
+_SHOWN_MAX: Final = 6  # differences shown with both sides; where there are more, only names
 _DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
 _TEXT_MAX: Final = 40
 

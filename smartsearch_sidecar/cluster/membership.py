@@ -38,10 +38,8 @@ from typing import Final, NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus
 
-HEARTBEATS: Final = 5
-"""States a node publishes in ``lost_seconds``: four may be lost on the way."""
-QUIET_SHARE: Final = 0.5
-"""Of ``lost_seconds``: a node silent for so long makes the run pending."""
+HEARTBEATS: Final = 5  # states a node publishes in lost_seconds: four may be lost on the way
+QUIET_SHARE: Final = 0.5  # of lost_seconds: a node silent for so long makes the run pending
 GRACE: Final = 3
 """Times ``lost_seconds``: the longest silence that is excused by not having listened. Two are
 needed: a connection may be away for almost one, and a node has one to come back after that."""
@@ -174,8 +172,11 @@ class Membership:
         if member is None:
             self.on_joined(name, state.instance, now)
             member = self._members[name]
-        elif not _is_news(member, state):
-            return
+        else:
+            last = member.state
+            later = last is None or (state.restarts, state.beat) > (last.restarts, last.beat)
+            if not later or state.instance != member.instance:
+                return
         # Before the news is taken in: a node is lost when its time is over, even where that is
         # noticed only as it comes back.
         self._keep_of(name, now)
@@ -193,7 +194,6 @@ class Membership:
             self._linked_since = now
 
     def on_disconnected(self, now: float) -> None:
-        """The servers are not reached."""
         self._event(now)
         if self._down_since is None:
             self._down_since = now
@@ -201,15 +201,12 @@ class Membership:
     def on_tick(self, now: float) -> RunVerdict:
         """Time has passed, and this process was there. The verdict, whose failure stays."""
         self._event(now)
-        verdict = self.verdict(now)
-        self._keep(verdict)
+        self._keep(verdict := self.verdict(now))
         return verdict
 
     def verdict(self, now: float, *, answered: Collection[str] | None = None) -> RunVerdict:
-        """What the run is.
-
-        ``answered`` names the nodes that answered a question to all, if one was asked; then a node
-        that did not answer is healthy only if it has ended.
+        """``answered`` names the nodes that answered a question to all, if one was asked: then a
+        node that did not answer is healthy only if it has ended.
         """
         if self._failure is not None:
             return self._failure
@@ -316,9 +313,3 @@ class Membership:
             return f"node {name} has published no state yet"
         failed = member.state.cause is not None
         return f"on node {name}, by its own report" if failed else f"node {name} has work in flight"
-
-
-def _is_news(member: _Member, state: NodeState) -> bool:
-    last = member.state
-    later = last is None or (state.restarts, state.beat) > (last.restarts, last.beat)
-    return later and state.instance == member.instance

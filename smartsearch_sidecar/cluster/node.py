@@ -92,7 +92,7 @@ class Node:
     # --- joining ----------------------------------------------------------------------------------
 
     async def connect(self, connect: Connect, totals: Amounts) -> None:
-        """Reaches the servers. ``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
+        """``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
         self.bus = await connect(self._cluster, self._cluster.run_id, on_link=self._on_link)
         block = self._cluster.lease_block
         self.leaser = QuotaLeaser(self.bus, self.name, totals, self._nodes, block)
@@ -209,7 +209,8 @@ class Node:
                 self.membership.on_disconnected(self.now())
             elif self.now() - self._confirmed_at > UNCONFIRMED_SHARE * self._cluster.lost_seconds:
                 self.membership.on_disconnected(self._confirmed_at)
-            self._close_by(self.membership.on_tick(self.now()))
+            verdict = self.membership.on_tick(self.now())
+            self._close(verdict.cause, verdict.detail)
 
     async def _publish_latch(self) -> None:
         """The first node whose latch closes sets the run's; the key is created only once."""
@@ -254,11 +255,9 @@ class Node:
     def _fail(self, exc: errors.SidecarError) -> None:
         self._close(exc.cause or errors.INTERNAL_ERROR.closes_as, exc.message)
 
-    def _close_by(self, verdict: RunVerdict) -> None:
-        if verdict.cause is not None:
-            self._close(verdict.cause, verdict.detail)
-
-    def _close(self, cause: str, detail: str) -> None:
+    def _close(self, cause: str | None, detail: str) -> None:
+        if cause is None:
+            return
         if self._local is None:
             self._failure = self._failure or Cause(cause, None, False, detail)
         elif not self._ended:
@@ -279,7 +278,7 @@ class Node:
             _, answered = await asyncio.gather(self.local.settle(left), self._ask_states(left))
             found = self.present(answered={self.name, *answered})
             if found[0].status is not RunStatus.PENDING or self.now() >= end:
-                self._close_by(found[0])
+                self._close(found[0].cause, found[0].detail)
                 return found
             await asyncio.sleep(min(ASK_AGAIN_SECONDS, max(0.0, end - self.now())))
 
@@ -406,7 +405,6 @@ class Node:
         await self.close()
 
     async def close(self) -> None:
-        """Ends this node's tasks and its connection."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -39,13 +39,11 @@ SEARCHES: Final = "searches"
 SCORES: Final = "scores"
 HELPER_CALLS: Final = "helper_calls"
 OUTPUT_TOKENS: Final = "output_tokens"
-BLOCKS_A_NODE: Final = 4
-"""Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
+BLOCKS_A_NODE: Final = 4  # in its even share, at least: one lease must not empty a small run
 PAUSE_SECONDS_FIRST: Final = 0.004  # a round trip or two: the new value is known after one
 PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost often is won in time
 
-Amounts = Mapping[str, int]
-"""Resource to a number of it: searches, scores, calls or tokens."""
+Amounts = Mapping[str, int]  # resource to a number of searches, scores, calls or tokens
 
 _KEYS: Final = ("members", "resources", "totals", "nodes", "lives")
 _WHAT: Final = "what the run's nodes have leased"

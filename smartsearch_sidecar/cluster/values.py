@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
@@ -16,10 +17,8 @@ import orjson
 
 from smartsearch_sidecar import errors
 
-VALUE_BYTES_MAX: Final = 512 * 1024
-"""Bytes of one value: half of what a NATS server takes by default, so headers always fit."""
-DEPTH_MAX: Final = 16
-"""Objects and lists within each other."""
+VALUE_BYTES_MAX: Final = 512 * 1024  # half of what NATS takes by default: headers always fit
+DEPTH_MAX: Final = 16  # objects and lists within each other
 
 _PLAIN: Final = frozenset({str, int, bool, type(None)})
 
@@ -52,13 +51,10 @@ def read_canonical(data: bytes, what: str) -> Any:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
         raise unreadable(what, "it is not JSON") from None
-    try:
-        same = canonical(value) == data
-    except errors.InvariantBroken:
-        same = False
-    if not same:
-        raise unreadable(what, "its bytes are not the one form of its value")
-    return value
+    with suppress(errors.InvariantBroken):
+        if canonical(value) == data:
+            return value
+    raise unreadable(what, "its bytes are not the one form of its value")
 
 
 def read_object(data: bytes, what: str, keys: Collection[str]) -> dict[str, Any]:

@@ -22,13 +22,10 @@ from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsCon
 from smartsearch_sidecar.cluster.nats.streams import Follower, Streams, api, decoded
 from smartsearch_sidecar.config import ClusterSection
 
-PATIENCE_SECONDS: Final = 12.0
-"""The bound of every call: NATS takes four to nine to elect a new leader where one has died."""
-PULSE_SECONDS: Final = 1.0
-PULSES: Final = 5
-"""How often a server is looked at: each second, or this often within ``lost_seconds``."""
-START_SECONDS: Final = 30.0
-"""The bound of ``connect``: the servers of a run may be starting beside it."""
+PATIENCE_SECONDS: Final = 12.0  # of every call: NATS elects a new leader in four to nine
+PULSE_SECONDS: Final = 1.0  # between two looks at a server, unless lost_seconds is short
+PULSES: Final = 5  # looks at a server within lost_seconds, at least
+START_SECONDS: Final = 30.0  # of ``connect``: the servers of a run may be starting beside it
 ID_BYTES: Final = 16
 KEY: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # JetStream's for: the key has another revision

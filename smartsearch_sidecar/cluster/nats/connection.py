@@ -40,10 +40,8 @@ DIAL_SECONDS: Final = 2
 PULSES_UNANSWERED: Final = 2
 CLOSE_SECONDS: Final = 1.0
 NEVER_SECONDS: Final = 86_400  # pulses of our own take the place of the library's pings
-REDIAL_SECONDS: Final = 0.25
-"""Between two rounds over all servers; short, as each round is a few packets."""
-PAUSE_SECONDS: Final = (0.05, 0.5)
-"""Between two tries of one call, from the first to the longest."""
+REDIAL_SECONDS: Final = 0.25  # between two rounds over all servers; a round is a few packets
+PAUSE_SECONDS: Final = (0.05, 0.5)  # between two tries of one call: the first, the longest
 
 # The library's errors are classified here. Its own log would print them to stderr, with addresses
 # that may hold a password.
@@ -106,11 +104,10 @@ class NatsConnection:
             inbox = connection.new_inbox()
             await connection.subscribe(inbox, connection._answered)
             connection._pulse = asyncio.create_task(connection._pulses(inbox, pulse))
-        except (nats.errors.Error, OSError, TimeoutError) as exc:
+        except BaseException as exc:
             await connection.close()
-            raise errors.CLUSTER_UNREACHABLE(_not_dialled(url, exc)) from None
-        except BaseException:
-            await connection.close()
+            if isinstance(exc, nats.errors.Error | OSError | TimeoutError):
+                raise errors.CLUSTER_UNREACHABLE(_not_dialled(url, exc)) from None
             raise
         return connection
 

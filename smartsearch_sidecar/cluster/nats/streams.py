@@ -28,18 +28,14 @@ from typing import Any, Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsConnection
 
-REQUEST_SECONDS: Final = 1.0
-"""What one try may take. The servers answer in milliseconds, unless they have no leader."""
-DUPLICATE_SECONDS: Final = 120
-"""How long the servers know a write's id; longer than any call tries."""
-SILENCE_SECONDS: Final = 1.0
-"""Silence after which the stream is asked whether it has more: a lost message is so late."""
+REQUEST_SECONDS: Final = 1.0  # of one try; servers answer in milliseconds if they have a leader
+DUPLICATE_SECONDS: Final = 120  # the servers know a write's id so long; no call tries longer
+SILENCE_SECONDS: Final = 1.0  # then the stream is asked for more: a lost message is so late
 AGAIN_SECONDS: Final = 0.1
 BATCH_MESSAGES: Final = 500
 BATCH_BYTES: Final = 4 << 20
+# Messages that wait while older ones are read; those beyond are read from the stream like these.
 WAITING_MAX: Final = 10_000
-"""Messages that wait here while older ones are read; those beyond it are dropped here, and read
-from the stream like the older ones."""
 NANOSECONDS: Final = 1_000_000_000
 REPLICAS: Final = 3
 
@@ -183,8 +179,8 @@ async def _make(connection: NatsConnection, stream: Stream, servers: int) -> str
     return str(answer["created"])
 
 
+# Receives a message of a stream: its number, its subject below the stream's, its bytes.
 OnStored = Callable[[int, str, bytes], None]
-"""Receives a message of a stream: its number, its subject below the stream's, its bytes."""
 
 
 class Follower:
