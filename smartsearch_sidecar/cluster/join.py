@@ -59,7 +59,7 @@ _TEXT_MAX: Final = 40
 
 async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
     """Raises ``ClusterRefused`` that names what differs from the run's first node."""
-    if await bus.create(AGREEMENT, canonical(dict(ours))):
+    if await bus.update(AGREEMENT, canonical(dict(ours)), 0):
         return
     entry = await bus.get(AGREEMENT)
     if entry is None:
@@ -71,7 +71,7 @@ async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
 async def register(bus: Bus, node: str, instance: str) -> None:
     """Takes the name for this run directory. Raises ``ClusterRefused`` where another has it."""
     key, value = f"{REGISTERED}.{node}", encode_registration(instance)
-    while not await bus.create(key, value):
+    while not await bus.update(key, value, 0):
         entry = await bus.get(key)
         if entry is None:
             continue
@@ -114,12 +114,10 @@ def identities(
 ) -> dict[str, Any]:
     """What must be the same on every node: no secret, no reference answer, no path.
 
-    ``facts`` are the identities that the claim names, ``versions`` those of the packages this
-    process runs on, ``totals`` the run's quotas.
+    ``facts`` are the identities that the claim names, ``versions`` those of this process' packages.
     """
     execute = config.server.execute_capability
-    cluster = config.cluster
-    if execute is None or cluster is None:
+    if execute is None or (cluster := config.cluster) is None:
         raise errors.INTERNAL_ERROR("a node without [cluster] or capability joins no run")
     return {
         **_whole(_shared(facts, OWN_FACTS)),
@@ -135,10 +133,8 @@ def capability_digest(run_id: str, capability: str) -> str:
 
     Only 8 bytes: enough to tell two capabilities apart, too few to confirm a guess by.
     """
-    salted = hashlib.blake2b(
-        capability.encode(), digest_size=8, key=hashlib.sha256(run_id.encode()).digest()
-    )
-    return salted.hexdigest()
+    key = hashlib.sha256(run_id.encode()).digest()
+    return hashlib.blake2b(capability.encode(), digest_size=8, key=key).hexdigest()
 
 
 def decode_identities(data: bytes) -> dict[str, Any]:

@@ -217,7 +217,6 @@ class Node:
         local = self.local
         await local.latched.wait()
         self.leaser.wake()
-        self._publish_now.set()
         # Also where this node's own ledger has failed: the others must learn the cause.
         with contextlib.suppress(errors.LedgerFailed):
             await local.latch_durable()
@@ -226,7 +225,9 @@ class Node:
             raise errors.INTERNAL_ERROR("a closed latch has no cause")
         detail = cause.detail[:DETAIL_CHARACTERS]
         value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
-        await retry_forever(lambda: self.bus.create(LATCH, value))
+        await retry_forever(lambda: self.bus.update(LATCH, value, 0))
+        # After the key: a node that reads the state first could not say what the cause was about.
+        self._publish_now.set()
 
     # --- receiving --------------------------------------------------------------------------------
 

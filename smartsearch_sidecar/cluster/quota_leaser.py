@@ -25,7 +25,10 @@ QUOTA: Final = "quota"
 
 
 class QuotaLeaser:
-    """Leases for this node, and waits for room. Everything here is called on the loop."""
+    """Leases for this node, and waits for room. Everything here is called on the loop.
+
+    ``woken`` and ``room_to_…`` are ``ledger.recorder.SharedQuota``.
+    """
 
     def __init__(
         self, bus: Bus, node: str, totals: Amounts, members: int, lease_block: int
@@ -78,7 +81,6 @@ class QuotaLeaser:
             wake()
 
     def woken(self, wake: Callable[[], None]) -> None:
-        """See ``ledger.recorder.SharedQuota``."""
         self._wakes.append(wake)
 
     async def give_back(self) -> None:
@@ -116,15 +118,12 @@ class QuotaLeaser:
             await asyncio.sleep(quota.pause(attempt, random.random()))
 
     async def room_to_search(self, deadline: float) -> None:
-        """See ``ledger.recorder.SharedQuota``."""
         used = self._state.attempts
         self._ahead(SEARCHES, used)
         if not self._lease.fits(SEARCHES, used):
             await self._room(lambda: {SEARCHES: 1}, deadline)
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
-        """See ``ledger.recorder.SharedQuota``."""
-
         def needed() -> dict[str, int]:
             return {resource(split, quota.SCORES): count for split, count in wanted().items()}
 
@@ -159,7 +158,6 @@ class QuotaLeaser:
             del self._needs[waiter]
 
     def room_to_call(self, split: str, wanted: int) -> int:
-        """See ``ledger.recorder.SharedQuota``."""
         meter = self._state.scores.splits[split]
         calls = resource(split, quota.HELPER_CALLS)
         tokens = resource(split, quota.OUTPUT_TOKENS)

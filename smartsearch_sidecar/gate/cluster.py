@@ -39,7 +39,8 @@ class ClusterRun:
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
         self.node = node
-        self._answers: AnswerDigests | None = None
+        # Takes each result before it is handed over; none is taken where no reward checks blocks.
+        self.on_answer: Callable[[str], None] | None = None
         self.room_to_search = node.leaser.room_to_search
         self.room_to_score = node.leaser.room_to_score
         self.room_to_call = node.leaser.room_to_call
@@ -80,12 +81,12 @@ class ClusterRun:
         ``own`` are the results in this node's journal (blocking to read). Those that the stream
         lacks, because this node died before it published them, are published now, each once.
         """
-        self._answers = answers
         with _refusing():
             stream = await self.node.follow_answers(answers.add_digest)
+        self.on_answer = publish = partial(_publish, answers, stream)
         while texts := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
             for text in texts:
-                _publish(answers, stream, text)
+                publish(text)
 
     async def join(self, facts: Mapping[str, Any], claim: bytes, fresh: bool) -> None:
         """Takes this node's place, before its run is claimed. ``facts`` are the identities.
@@ -114,14 +115,6 @@ class ClusterRun:
             latch_durable=recorder.latch_durable,
         )
         await self.node.begin(local)
-
-    @property
-    def on_answer(self) -> Callable[[str], None] | None:
-        """Takes each result before it is handed over; ``None`` where no reward checks blocks."""
-        answers, stream = self._answers, self.node.answers
-        if answers is None or stream is None:
-            return None
-        return partial(_publish, answers, stream)
 
     async def health(self, service: Service, settle_seconds: float) -> dict[str, Any]:
         """The body of ``/health``: the run's state, this node's counts, a row for every node."""
@@ -164,22 +157,15 @@ class ClusterRun:
     def _view(self, verdict: RunVerdict, rows: Rows) -> dict[str, Any]:
         nodes: dict[str, dict[str, Any]] = {}
         for name, row in rows.items():
-            state = row.state
             nodes[name] = {
                 "hearing": row.liveness.value,
                 "silent_seconds": round(row.silent_seconds, 3),
                 "claim_sha256": self.node.claims.get(name),
             }
-            if state is None:
-                continue
-            nodes[name] |= {
-                "state": "ended" if state.ended else state.status.value,
-                "cause": state.cause,
-                "restarts": state.restarts,
-                "seq": state.seq,
-                "head": state.head,
-                "counts": dict(state.counts),
-            }
+            if (state := row.state) is not None:
+                shown = "ended" if state.ended else state.status.value
+                nodes[name] |= {"state": shown, "cause": state.cause, "restarts": state.restarts}
+                nodes[name] |= {"seq": state.seq, "head": state.head, "counts": dict(state.counts)}
         return {
             "node": self.node.name,
             "expected": self._config.run.nodes,

@@ -87,9 +87,6 @@ class NatsBus:
         message = await self._dialer.call(lambda c: self._streams.keys.message(c, subject))
         return Entry(decoded(message, "data"), message["seq"]) if message else None
 
-    async def create(self, key: str, value: bytes) -> bool:
-        return await self.update(key, value, 0)
-
     async def update(self, key: str, value: bytes, revision: int) -> bool:
         subject = self._subject(key)
         mark = secrets.token_hex(ID_BYTES)
