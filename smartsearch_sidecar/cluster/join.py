@@ -112,9 +112,8 @@ def decode_registration(data: bytes) -> str:
 def identities(
     config: Config, facts: Mapping[str, Any], versions: Mapping[str, str], totals: Amounts
 ) -> dict[str, Any]:
-    """What must be the same on every node: no secret, no reference answer, no path.
-
-    ``facts`` are the identities that the claim names, ``versions`` those of this process' packages.
+    """What must be the same on every node: no secret, no reference answer, no path. ``facts`` are
+    the identities that the claim names, ``versions`` those of this process' packages.
     """
     execute = config.server.execute_capability
     if execute is None or (cluster := config.cluster) is None:
@@ -130,7 +129,6 @@ def identities(
 
 def capability_digest(run_id: str, capability: str) -> str:
     """What other clients of the servers may read of a capability: 16 hex digits, salted by the run.
-
     Only 8 bytes: enough to tell two capabilities apart, too few to confirm a guess by.
     """
     key = hashlib.sha256(run_id.encode()).digest()

@@ -100,26 +100,21 @@ TABLE: Final = (
 
 @functools.cache
 def weight_of(*facts: Link | Liveness | RunStatus) -> int:
-    """The place in ``TABLE`` of the row that decides: the lower, the more it weighs.
-
-    The status among the facts is ``PENDING`` for a node that has published no state yet.
+    """The place in ``TABLE`` of the row that decides: the lower, the more it weighs. The status
+    among the facts is ``PENDING`` for a node that has published no state yet.
     """
     return next(at for at, cell in enumerate(TABLE) if not set(facts).isdisjoint(cell.facts))
 
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """What the run is, for the node that asks, and why it is not healthy.
-
-    ``cause`` and ``detail`` are what has to close this node's latch; ``cause`` is ``None`` where
-    nothing has failed. ``node`` is the one it is about, where it is about one.
-    """
+    """What the run is, for the node that asks, and why it is not healthy."""
 
     status: RunStatus
     reason: Reason | None = None
-    cause: str | None = None
+    cause: str | None = None  # has to close this node's latch; ``None`` where nothing has failed
     detail: str = ""
-    node: str | None = None
+    node: str | None = None  # the one it is about, where it is about one
 
 
 class NodeRow(NamedTuple):
@@ -138,15 +133,13 @@ class _Member:
 
 
 class Membership:
-    """The nodes of one run as one of them sees it. Times are seconds of its monotonic clock.
-
-    The methods ``on_…`` take what happens, in the order it happens; ``verdict`` and ``rows`` change
+    """The ``nodes`` of one run as its node ``own`` sees it. Times are of its monotonic clock. The
+    methods ``on_…`` take what happens, in the order it happens; ``verdict`` and ``rows`` change
     nothing. Call ``on_tick`` at least every fifth of ``lost_seconds``: a longer gap between two
     events means that this process stood still and did not listen.
     """
 
     def __init__(self, own: str, nodes: int, lost_seconds: float, now: float) -> None:
-        """``own`` is this node, whose states come in like any other's; ``nodes`` the run's."""
         self._own = own
         self._nodes = nodes
         self._lost_seconds = lost_seconds

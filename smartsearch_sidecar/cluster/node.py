@@ -120,7 +120,6 @@ class Node:
 
     async def begin(self, local: LocalRun) -> None:
         """The run is claimed: this node publishes its state, and its latch closes with the run's.
-
         Returns once a latch that was closed before is closed here too.
         """
         self._local = local
@@ -268,7 +267,6 @@ class Node:
 
     async def verdict(self, settle_seconds: float) -> tuple[RunVerdict, Rows]:
         """What the run is, asked of every node now; waits up to ``settle_seconds`` for healthy.
-
         What it returns holds in the very step of the loop in which it returns.
         """
         end = self.now() + settle_seconds
@@ -372,10 +370,9 @@ class Node:
         self._ended = True
 
     async def leave(self) -> None:
-        """Returns what was leased and not used, and publishes that this node has ended.
-
-        After the run's last record. Best effort within a bound: if the others do not learn of it,
-        they count this node as lost.
+        """Returns what was leased and not used, and publishes that this node has ended. After the
+        run's last record. Best effort within a bound: if the others do not learn of it, they count
+        this node as lost.
         """
         await self._last(self._leave(), "the other nodes do not know that this one ended")
 

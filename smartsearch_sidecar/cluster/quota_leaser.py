@@ -25,9 +25,8 @@ QUOTA: Final = "quota"
 
 
 class QuotaLeaser:
-    """Leases for this node, and waits for room. Everything here is called on the loop.
-
-    ``woken`` and ``room_to_…`` are ``ledger.recorder.SharedQuota``.
+    """Leases for this node, and waits for room. Everything here is called on the loop. ``woken``
+    and ``room_to_…`` are ``ledger.recorder.SharedQuota``.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class QuotaLeaser:
         attempt = 0
         while True:
             entry = await self._bus.get(QUOTA)
-            value, revision = Leases.begun(self.totals, self._members), 0
+            value, revision = Leases(self._members, self.totals), 0
             if entry is not None:
                 value, revision = Leases.decode(entry.value), entry.revision
                 self._lease.seen(value, revision)

@@ -26,7 +26,7 @@ the run by standing in it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
@@ -77,16 +77,12 @@ def used_of(state: RunState) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes.
+    """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes."""
 
-    ``members`` is how many nodes the run may have (``run.nodes``), ``totals`` what there is of each
-    resource, ``nodes`` what each node has leased of each, ``lives`` how often each has begun.
-    """
-
-    members: int
-    totals: Amounts
-    nodes: Mapping[str, Amounts]
-    lives: Mapping[str, int]
+    members: int  # how many nodes the run may have (``run.nodes``)
+    totals: Amounts  # what there is of each resource
+    nodes: Mapping[str, Amounts] = field(default_factory=dict)  # what each node has leased of each
+    lives: Mapping[str, int] = field(default_factory=dict)  # how often each node has begun
 
     def __post_init__(self) -> None:
         if type(self.members) is not int or self.members < 1 or len(self.nodes) > self.members:
@@ -105,11 +101,6 @@ class Leases:
                 raise errors.INTERNAL_ERROR(
                     f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
                 )
-
-    @classmethod
-    def begun(cls, totals: Amounts, members: int) -> Leases:
-        """A run's first value: nothing is leased."""
-        return cls(members, dict(totals), {}, {})
 
     def taken(self, name: str) -> int:
         """What all nodes have leased of a resource."""
@@ -204,7 +195,6 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
 
 def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
     """How much of each resource is leased at once; every node of a run comes to the same.
-
     ``lease_block`` searches, scores or helper calls, and the most tokens so many calls may write;
     less where a node's even share would not hold ``BLOCKS_A_NODE`` of them. Rewards are not shared
     evenly, because one node may score all: for them the share is the whole.
@@ -226,7 +216,6 @@ def pause(attempt: int, draw: float) -> float:
 
 class NodeLease:
     """How much this node may use, as far as it knows: what to admit, and when to ask for more.
-
     ``block`` is what ``blocks`` gave. ``seen`` takes each value of the key that is read or written
     here. ``used`` always comes from this node's own fold, for tokens with those reserved.
     """
@@ -251,7 +240,6 @@ class NodeLease:
         return self._leased[name] - used
 
     def fits(self, name: str, used: int, needed: int = 1) -> bool:
-        """Whether ``needed`` more may be used now."""
         return self.left(name, used) >= needed
 
     def exhausted(self, name: str, used: int, needed: int = 1) -> bool:
@@ -261,10 +249,9 @@ class NodeLease:
         return self.left(name, used) + self._run_left[name] < needed
 
     def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
-        """What to lease now; empty for nothing. ``needed`` is what requests wait for.
-
-        Beyond that, a resource in use here is leased ahead once less than half a block is left; one
-        that is not used here is left to the others.
+        """What to lease now; empty for nothing. ``needed`` is what requests wait for. Beyond that,
+        a resource in use here is leased ahead once less than half a block is left; one that is not
+        used here is left to the others.
         """
         needed = needed or {}
         found: dict[str, int] = {}

@@ -24,9 +24,8 @@ _PLAIN: Final = frozenset({str, int, bool, type(None)})
 
 
 def canonical(value: Any) -> bytes:
-    """The one form of a value of objects, lists, text, whole numbers, booleans and null.
-
-    Raises ``InvariantBroken`` for anything else, and for a value over ``VALUE_BYTES_MAX``.
+    """The one form of a value of objects, lists, text, whole numbers, booleans and null. Raises
+    ``InvariantBroken`` for anything else, and for a value over ``VALUE_BYTES_MAX``.
     """
     _refuse_other(value)
     try:
@@ -41,9 +40,8 @@ def canonical(value: Any) -> bytes:
 
 
 def read_canonical(data: bytes, what: str) -> Any:
-    """Reads what ``canonical`` made; ``what`` names it for the message.
-
-    Raises ``ClusterUnreadable`` for any other bytes.
+    """Reads what ``canonical`` made; ``what`` names it for the message. Raises
+    ``ClusterUnreadable`` for any other bytes.
     """
     if len(data) > VALUE_BYTES_MAX:
         raise unreadable(what, f"it has {len(data)} bytes, over the bound of {VALUE_BYTES_MAX}")
@@ -101,28 +99,19 @@ class RunStatus(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class NodeState:
     """What a node says about itself: the value of the key ``state.NAME``, and its live answer.
-
-    Attributes:
-        instance: the run directory's own random id: a resumed directory is the same node.
-        restarts, beat: the node's restarts, and the number of this state since the last of them.
-            The pair only grows, so a state that is delivered twice is recognised as old.
-        ended: closed cleanly; this is its last state until it resumes.
-        admitted: whether it has ever admitted anything.
-        counts: whole numbers for the page, by name.
-        seq, head: sequence number and sum of the journal's last record.
-        cause: why it failed; present exactly where ``status`` is ``failed``.
+    ``restarts`` and ``beat`` together only grow: a state that is delivered twice is seen to be old.
     """
 
-    instance: str
+    instance: str  # the run directory's own random id: a resumed directory is the same node
     restarts: int
-    beat: int
+    beat: int  # the number of this state since the last restart
     status: RunStatus
-    ended: bool
-    admitted: bool
-    counts: Mapping[str, int]
-    seq: int
-    head: str
-    cause: str | None = None
+    ended: bool  # closed cleanly; this is its last state until it resumes
+    admitted: bool  # whether it has ever admitted anything
+    counts: Mapping[str, int]  # for the page, by name
+    seq: int  # of the journal's last record
+    head: str  # the sum of that record
+    cause: str | None = None  # why it failed; present exactly where ``status`` is ``failed``
 
     def __post_init__(self) -> None:
         if (self.cause is not None) is not (self.status is RunStatus.FAILED):
@@ -134,7 +123,6 @@ class NodeState:
             raise errors.INTERNAL_ERROR("a number in a node's state is not a count")
 
     def encode(self) -> bytes:
-        """Canonical bytes."""
         return canonical({**asdict(self), "status": self.status.value})
 
     @classmethod

@@ -50,10 +50,8 @@ class ClusterRun:
 
     @classmethod
     async def reach(cls, config: Config, connect: Connect | None = None) -> ClusterRun:
-        """Reaches the servers between the nodes.
-
-        Raises ``ClusterRefused`` where they are not reached, ``ConfigError`` without a capability
-        that all nodes can have.
+        """Reaches the servers between the nodes. Raises ``ClusterRefused`` where they are not
+        reached, ``ConfigError`` without a capability that all nodes can have.
         """
         if config.cluster is None:
             raise errors.INTERNAL_ERROR("a run without [cluster] has no other nodes")
@@ -76,10 +74,9 @@ class ClusterRun:
         return cls(config, node)
 
     async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
-        """Reads the digests of what all nodes answered into ``answers``.
-
-        ``own`` are the results in this node's journal (blocking to read). Those that the stream
-        lacks, because this node died before it published them, are published now, each once.
+        """Reads the digests of what all nodes answered into ``answers``. ``own`` are the results in
+        this node's journal (blocking to read). Those that the stream lacks, because this node died
+        before it published them, are published now, each once.
         """
         with _refusing():
             stream = await self.node.follow_answers(answers.add_digest)
@@ -89,9 +86,8 @@ class ClusterRun:
                 publish(text)
 
     async def join(self, facts: Mapping[str, Any], claim: bytes, fresh: bool) -> None:
-        """Takes this node's place, before its run is claimed. ``facts`` are the identities.
-
-        Raises ``ClusterRefused``, with nothing of the run written.
+        """Takes this node's place, before its run is claimed. ``facts`` are the identities. Raises
+        ``ClusterRefused``, with nothing of the run written.
         """
         totals = self.node.leaser.totals
         ours = identities(self._config, facts, versions(), totals)
@@ -100,9 +96,8 @@ class ClusterRun:
             await self.node.join(ours, run_id, claim_digest(claim), fresh=fresh)
 
     async def begin(self, service: Service) -> None:
-        """Publishes this node's state and follows the others' from now on.
-
-        Returns once a latch that was closed on another node before is closed here too.
+        """Publishes this node's state and follows the others' from now on. Returns once a latch
+        that was closed on another node before is closed here too.
         """
         recorder, writer = service.run.recorder, service.run.writer
         local = LocalRun(
@@ -134,9 +129,8 @@ class ClusterRun:
     async def verdict(
         self, service: Service, settle_seconds: float
     ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        """The run's state, asked of every node; a row for each; and what a receipt names of each.
-
-        A run that is returned as healthy is so in the very step of the loop in which this returns.
+        """The run's state, asked of every node; a row for each; and what a receipt names of each. A
+        run that is returned as healthy is so in the very step of the loop in which this returns.
         """
         verdict, rows = await self.node.verdict(settle_seconds)
         state = verdict.status.value

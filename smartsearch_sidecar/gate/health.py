@@ -24,7 +24,6 @@ def pending(service: Service) -> bool:
 
 async def check(service: Service, seconds: float) -> str:
     """The state, after up to ``seconds`` for work in flight and a check of the provider's identity.
-
     While work is in flight the identity is not asked for: each search checks it too, and the
     provider may answer slowly behind them.
     """

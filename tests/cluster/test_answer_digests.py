@@ -64,13 +64,6 @@ def test_another_format_is_refused() -> None:
         decode_batch(b"SSD2" + digest(1))
 
 
-@pytest.mark.parametrize("parts", [[], [b"short"], [digest(0)] * (BATCH_MAX + 1)])
-def test_no_other_message_is_made(parts: list[bytes]) -> None:
-    """What could not be read is not written."""
-    with pytest.raises(errors.InvariantBroken):
-        encode_batch(parts)
-
-
 # --- publishing -----------------------------------------------------------------------------------
 
 

@@ -254,9 +254,8 @@ class NatsConnection:
 
     def _failed(self, exc: Exception, subject: str, data: bytes) -> errors.SidecarError:
         if isinstance(exc, nats.errors.MaxPayloadError):
-            return errors.INTERNAL_ERROR(
-                f"{len(data)} bytes for {subject} are more than a NATS server takes"
-            )
+            why = f"{len(data)} bytes for {subject} are more than a NATS server takes"
+            return errors.INTERNAL_ERROR(why)
         return errors.CLUSTER_UNREACHABLE(self._lost(exc))
 
     async def _erred(self, exc: Exception) -> None:
@@ -303,23 +302,18 @@ Attempt = Callable[[NatsConnection], Awaitable[T]]
 
 
 class Dialer:
-    """Holds the one connection to the servers, and replaces it when it ends.
-
-    ``urls`` are the servers that are known: configured, or announced by one of them. ``patience``
-    is the bound of every call, ``pulse`` the time between two looks at whether a server still
-    answers, both in seconds; a change of servers that takes no longer is not called a loss.
-    """
+    """Holds the one connection to the servers, and replaces it when it ends."""
 
     def __init__(
         self, urls: Sequence[str], name: str, on_link: OnLink, *, patience: float, pulse: float
     ) -> None:
-        # In an order of its own: nodes of one configuration spread over the servers.
+        # Those configured or announced, in an order of its own: nodes spread over the servers.
         self.urls = random.sample(urls, len(urls))
         self._name = name
         self._on_link = on_link
         self.connected = False
-        self.patience = patience
-        self.pulse = pulse
+        self.patience = patience  # seconds: the bound of every call
+        self.pulse = pulse  # seconds between two looks at a server; so short a loss is not reported
         self._connection: NatsConnection | None = None
         self._dialled = asyncio.Event()
         self._why = "no NATS server has been dialled yet"
@@ -357,7 +351,6 @@ class Dialer:
 
     async def call(self, attempt: Attempt[T], seconds: float | None = None) -> T:
         """What ``attempt`` returns, tried again over new connections and leaders within the bound.
-
         Only for what may be done twice: a read, or a write with an id that the servers remember.
         Raises ``ClusterUnreachable`` within ``seconds`` (``patience`` by default); whether a write
         has been kept is then not known.

@@ -70,15 +70,10 @@ def decoded(message: dict[str, Any], field: str) -> bytes:
 
 
 class Stream:
-    """One stream, by the names that ``nats kv`` and ``nats stream`` show.
-
-    Attributes:
-        subjects: what is written to it.
-        sent_on: where the servers send each message on once it is kept.
-        config: what it is made with.
-    """
+    """One stream, by the names that ``nats kv`` and ``nats stream`` show."""
 
     def __init__(self, name: str, subjects: str, sent_on: str, **more: Any) -> None:
+        """``sent_on`` is where the servers send each message on once it is kept."""
         self.name, self.subjects, self.sent_on = name, subjects, sent_on
         self.config = {
             **more,
@@ -96,7 +91,6 @@ class Stream:
         }
 
     def subject(self, key: str) -> str:
-        """The subject of a key of the bucket."""
         return self.subjects.removesuffix(">") + key
 
     async def message(self, connection: NatsConnection, subject: str) -> dict[str, Any] | None:
@@ -125,17 +119,15 @@ class Streams:
         self._made: dict[str, str] = {}
 
     async def make(self, connection: NatsConnection, servers: int) -> None:
-        """Makes both, or finds them as another node has made them.
-
-        Raises ``ClusterUnreachable`` where the servers cannot now (they may still be coming up),
-        ``ClusterRefused`` where a stream of that name is not one of ours.
+        """Makes both, or finds them as another node has made them. Raises ``ClusterUnreachable``
+        where the servers cannot now (they may still be coming up), ``ClusterRefused`` where a
+        stream of that name is not one of ours.
         """
         for stream in (self.keys, self.answers):
             self._made[stream.name] = await _make(connection, stream, servers)
 
     async def prove(self, connection: NatsConnection) -> None:
         """Checks that both are the streams this node began with, and that they can be written.
-
         Raises ``ClusterUnreachable`` without proof, and only a write proves it: a server without a
         quorum still answers reads. Raises ``ClusterRefused`` where they were made anew, so what the
         nodes had agreed on is gone.
@@ -163,9 +155,8 @@ async def _make(connection: NatsConnection, stream: Stream, servers: int) -> str
         body = {**stream.config, "num_replicas": count}
         answer = await api(connection, subject, body, expected=expected)
         error = answer.get("error", {})
-        alone = error.get("err_code") == NOT_CLUSTERED
         few = error.get("err_code") == NO_PEERS and servers < REPLICAS
-        if not (alone or few):
+        if not few and error.get("err_code") != NOT_CLUSTERED:
             break
     if error and error["err_code"] != OTHER_CONFIGURATION:
         raise errors.CLUSTER_UNREACHABLE(f"JetStream cannot keep the run: {error['description']}")
