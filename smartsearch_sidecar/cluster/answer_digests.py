@@ -131,7 +131,6 @@ class AnswerStream:
         self._news.set()
 
     async def begin(self) -> None:
-        """Starts to read, from the first message on."""
         await self.bus.read(self._on_message)
 
     def _on_message(self, sequence: int, data: bytes) -> None:

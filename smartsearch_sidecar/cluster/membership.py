@@ -46,8 +46,6 @@ needed: a connection may be away for almost one, and a node has one to come back
 
 
 class Link(enum.StrEnum):
-    """The connection to the servers."""
-
     UP = "up"
     DOWN = "down"
     CUT = "cut"  # down for ``lost_seconds``: it counts as down for good, even if it comes back
@@ -66,8 +64,6 @@ class Liveness(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a run is not healthy."""
-
     CLUSTER_UNREACHABLE = "cluster_unreachable"
     NODE_FAILED = "node_failed"
     NODE_LOST = "node_lost"

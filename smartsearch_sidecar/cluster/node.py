@@ -53,8 +53,6 @@ Rows = Mapping[str, NodeRow]
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """The run of this process, as its node uses it."""
-
     state: RunState
     busy: Callable[[], bool]  # whether anything is in flight
     journal: Callable[[], tuple[int, str]]  # sequence number and sum of the last record
@@ -352,7 +350,6 @@ class Node:
         return [answer for answer in found if answer]
 
     async def _answer(self, question: bytes) -> bytes:
-        """What this node answers to a question of any node."""
         value = read_canonical(question, "a question")
         if value.get("answers"):
             if self.answers is not None:
@@ -414,7 +411,6 @@ class Node:
 
     @property
     def local(self) -> LocalRun:
-        """The run of this process, once it has begun."""
         if self._local is None:
             raise errors.INTERNAL_ERROR("the node was asked before its run had begun")
         return self._local

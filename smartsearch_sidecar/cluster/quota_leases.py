@@ -55,7 +55,6 @@ def resource(split: str, what: str) -> str:
 
 
 def totals_of(config: Config) -> dict[str, int]:
-    """What the run has of each resource."""
     found = {SEARCHES: config.execute.max_calls}
     if config.reward.enabled:
         for split, part in (("train", config.reward), ("validation", config.reward.validation)):
@@ -98,9 +97,8 @@ class Leases:
                 raise errors.INTERNAL_ERROR("a number of a lease is not a count")
         for name in self.totals:
             if self.left(name) < 0:
-                raise errors.INTERNAL_ERROR(
-                    f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
-                )
+                why = f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
+                raise errors.INTERNAL_ERROR(why)
 
     def taken(self, name: str) -> int:
         """What all nodes have leased of a resource."""

@@ -33,9 +33,8 @@ def canonical(value: Any) -> bytes:
     except TypeError as exc:  # what is left: text with no UTF-8 form, a number over 64 bits
         raise errors.INTERNAL_ERROR(f"a value for other nodes has no bytes: {exc}") from None
     if len(data) > VALUE_BYTES_MAX:
-        raise errors.INTERNAL_ERROR(
-            f"a value for other nodes has {len(data)} bytes, over the bound of {VALUE_BYTES_MAX}"
-        )
+        size = f"{len(data)} bytes, over the bound of {VALUE_BYTES_MAX}"
+        raise errors.INTERNAL_ERROR(f"a value for other nodes has {size}")
     return data
 
 

@@ -60,8 +60,6 @@ async def connect(
 
 
 class NatsBus:
-    """``Bus`` over a ``Dialer``."""
-
     def __init__(self, dialer: Dialer, run_id: str) -> None:
         self._dialer = dialer
         self._streams = Streams(run_id)
@@ -77,7 +75,6 @@ class NatsBus:
         return self._dialer.connected
 
     async def begin(self, seconds: float) -> None:
-        """Makes bucket and stream, or finds them as other nodes have made them."""
         dialer = self._dialer
         await dialer.call(lambda c: self._streams.make(c, len(dialer.urls)), seconds)
         dialer.begin(self._streams.prove)
@@ -88,17 +85,15 @@ class NatsBus:
         return Entry(decoded(message, "data"), message["seq"]) if message else None
 
     async def update(self, key: str, value: bytes, revision: int) -> bool:
-        subject = self._subject(key)
-        mark = secrets.token_hex(ID_BYTES)
+        subject, mark = self._subject(key), secrets.token_hex(ID_BYTES)
         headers = {"Nats-Msg-Id": mark, "Nats-Expected-Last-Subject-Sequence": str(revision)}
         unknown = False
 
         async def attempt(connection: NatsConnection) -> bool:
             nonlocal unknown
             try:
-                answer = await api(
-                    connection, subject, value, headers=headers, expected=WRONG_LAST_SEQUENCE
-                )
+                expected = WRONG_LAST_SEQUENCE
+                answer = await api(connection, subject, value, headers=headers, expected=expected)
                 if "error" not in answer:
                     return True
                 # The change may be our own earlier try: a server alone compares the revision before
@@ -117,8 +112,7 @@ class NatsBus:
         await self._append(self._subject(key), value)
 
     async def watch(self, prefix: str, on_value: OnValue) -> None:
-        name = prefix.rstrip(".")
-        keys = self._streams.keys
+        name, keys = prefix.rstrip("."), self._streams.keys
 
         def deliver(key: str, value: bytes) -> None:
             # An empty prefix is every key; any other is the key itself and those below it.
@@ -228,8 +222,7 @@ class NatsBus:
     async def close(self) -> None:
         # First the dialer: what ends after it is not reported as a loss.
         await self._dialer.close()
-        tasks = tuple(self._tasks)
-        for task in tasks:
+        for task in (tasks := tuple(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -142,8 +142,7 @@ class NatsConnection:
             # Its close waits until all is sent, and a frozen server takes nothing.
             async with asyncio.timeout(CLOSE_SECONDS):
                 await ending
-        writer = getattr(getattr(client, TRANSPORT), WRITER, None)
-        if writer is not None:
+        if (writer := getattr(getattr(client, TRANSPORT), WRITER, None)) is not None:
             writer.transport.abort()
 
     @property
@@ -213,9 +212,8 @@ class NatsConnection:
     ) -> dict[str, Any]:
         """Asks JetStream, which answers in JSON; ``ClusterUnreachable`` where it does not."""
         self._check()
-        asking = asyncio.ensure_future(
-            self._client.request(subject, data, timeout=seconds, headers=headers)
-        )
+        request = self._client.request(subject, data, timeout=seconds, headers=headers)
+        asking = asyncio.ensure_future(request)
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         try:
@@ -338,7 +336,6 @@ class Dialer:
         self._counts_from.pop("proof", None)
 
     async def reach(self) -> NatsConnection:
-        """The connection, as soon as there is one."""
         while True:
             if self._closed:
                 raise errors.CLUSTER_UNREACHABLE("the connection to NATS was closed")
@@ -391,7 +388,6 @@ class Dialer:
             self._weigh()
 
     def clear(self, reason: Hashable) -> None:
-        """The reason does not hold any more."""
         if self._counts_from.pop(reason, None) is not None:
             self._weigh()
 

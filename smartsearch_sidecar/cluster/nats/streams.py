@@ -106,8 +106,6 @@ class Stream:
 
 
 class Streams:
-    """The two streams of one run."""
-
     def __init__(self, run_id: str) -> None:
         bucket, sent = f"smartsearch-{run_id}", f"smartsearch.{run_id}.sent"
         self.keys = Stream(
@@ -185,7 +183,6 @@ class Follower:
         self._on_stored = on_stored
 
     async def run(self) -> None:
-        """Follows until cancelled."""
         try:
             while True:
                 connection = await self._dialer.reach()
@@ -206,7 +203,6 @@ class Follower:
             await self._moved.wait()
 
     async def _follow(self, connection: NatsConnection) -> None:
-        """Over one connection, until it ends."""
         arrived: asyncio.Queue[Message | None] = asyncio.Queue(WAITING_MAX)
 
         async def on_message(message: Message | None) -> None:
