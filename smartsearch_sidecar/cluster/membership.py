@@ -23,8 +23,8 @@ last status. The table below makes a state of each combination, by these rules:
 The run's state is that of its worst node. A failure has to close the latch; the first one stays.
 
 A node that never joined has no name here: as many of them are counted as ``run.nodes`` has more
-than are known. Their clock runs from the first admission of any node. A node that ended cleanly has
-nothing more to publish and is never lost; one that resumes is a node like any other again.
+than are known. Their clock runs from the first admission of any node. A node that ended cleanly
+publishes no more and is never lost; one that resumes is a node like any other again.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Member:
 
 
 class Membership:
-    """The ``nodes`` of one run as its node ``own`` sees it. Times are of its monotonic clock. The
+    """The ``nodes`` of a run as its node ``own`` sees it, in seconds of its monotonic clock. The
     methods ``on_…`` take what happens, in the order it happens; ``verdict`` and ``rows`` change
     nothing. Call ``on_tick`` at least every fifth of ``lost_seconds``: a longer gap between two
     events means that this process stood still and did not listen.

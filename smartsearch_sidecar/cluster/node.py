@@ -367,9 +367,9 @@ class Node:
         self._ended = True
 
     async def leave(self) -> None:
-        """Returns what was leased and not used, and publishes that this node has ended. After the
-        run's last record. Best effort within a bound: if the others do not learn of it, they count
-        this node as lost.
+        """After the run's last record: returns what was leased and not used, and publishes that
+        this node has ended. Best effort within a bound: if the others do not learn of it, they
+        count this node as lost.
         """
         await self._last(self._leave(), "the other nodes do not know that this one ended")
 

@@ -192,7 +192,7 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
 
 
 def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
-    """How much of each resource is leased at once; every node of a run comes to the same.
+    """How much of each resource is leased at once; it is equal on every node of a run.
     ``lease_block`` searches, scores or helper calls, and the most tokens so many calls may write;
     less where a node's even share would not hold ``BLOCKS_A_NODE`` of them. Rewards are not shared
     evenly, because one node may score all: for them the share is the whole.

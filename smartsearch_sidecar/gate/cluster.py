@@ -39,7 +39,7 @@ class ClusterRun:
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
         self.node = node
-        # Takes each result before it is handed over; none is taken where no reward checks blocks.
+        # Takes each result before it is handed over; ``None`` where no reward checks blocks.
         self.on_answer: Callable[[str], None] | None = None
         self.room_to_search = node.leaser.room_to_search
         self.room_to_score = node.leaser.room_to_score
