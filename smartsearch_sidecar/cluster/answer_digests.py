@@ -9,7 +9,7 @@ A block of a rollout is unknown here for one of three reasons: no node of the ru
 the node that gave it has not published it yet; or it is published and not read here yet. Only the
 first is the rollout's fault. ``node.Node.answers_known`` rules out the other two, in that
 order: it asks every node to publish what it has added (``AnswerStream.published``), then reads the
-stream to its end (``AnswerStream.read_up``). The table of what follows stands there.
+stream to its end (``AnswerStream.read_up``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 from smartsearch_sidecar import errors
@@ -24,12 +25,9 @@ from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
 from smartsearch_sidecar.cluster.values import unreadable
 
 DIGEST_BYTES: Final = 16
-BATCH_MAX: Final = 1024
-"""Digests of one message: 16 KiB, far below what a server takes, and more than 20 ms bring."""
-BATCH_SECONDS: Final = 0.02
-"""How long a digest waits for others in its message: at most 50 messages a second and node."""
-BACKLOG_MAX: Final = 65_536
-"""Digests that wait to be published: 1 MiB. A lease bounds them far below while NATS is away."""
+BATCH_MAX: Final = 1024  # digests of one message: 16 KiB, and more than 20 ms bring
+BATCH_SECONDS: Final = 0.02  # a digest waits so long for others: at most 50 messages a second
+BACKLOG_MAX: Final = 65_536  # 1 MiB; a lease bounds what waits far below while NATS is away
 
 _MARK: Final = b"SSD1"
 _WHAT: Final = "a message of digests"
@@ -37,11 +35,7 @@ _WHAT: Final = "a message of digests"
 
 def encode_batch(digests: Iterable[bytes]) -> bytes:
     """A message: a mark of its format, then 1 to ``BATCH_MAX`` digests end to end."""
-    parts = list(digests)
-    if not 1 <= len(parts) <= BATCH_MAX or any(len(part) != DIGEST_BYTES for part in parts):
-        size = f"1 to {BATCH_MAX} digests of {DIGEST_BYTES} bytes each"
-        raise errors.INTERNAL_ERROR(f"a message holds {size}, not these {len(parts)}")
-    return _MARK + b"".join(parts)
+    return _MARK + b"".join(digests)
 
 
 def decode_batch(data: bytes) -> list[bytes]:
@@ -55,9 +49,8 @@ def decode_batch(data: bytes) -> list[bytes]:
 
 
 class Backlog:
-    """Digests on their way out: at most one message under way, the rest waits in order.
-
-    ``take`` a message when ``due``, publish it, then call ``kept`` or ``failed``.
+    """Digests on their way out: at most one message under way, the rest waits in order. ``take`` a
+    message when ``due``, publish it, then call ``kept`` or ``failed``.
     """
 
     def __init__(self) -> None:
@@ -119,42 +112,18 @@ class Backlog:
         return settled
 
 
-class Watermark:
-    """How far the stream has been ``read``: its messages are numbered from 1 without gaps.
-
-    ``missed`` messages never came: the stream was cut, and answers may stay unknown.
-    """
-
-    read = 0
-    missed = 0
-
-    def advance(self, sequence: int) -> bool:
-        """A message arrived; ``False`` where it was read before, as after a reconnect."""
-        if sequence <= self.read:
-            return False
-        self.missed += sequence - self.read - 1
-        self.read = sequence
-        return True
-
-
+@dataclass(eq=False)
 class AnswerStream:
     """The run's stream of digests, as one node writes and reads it. Called on the loop."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        *,
-        on_digest: Callable[[bytes], None],
-        on_failure: Callable[[errors.SidecarError], None],
-    ) -> None:
-        """``on_digest`` receives every digest read; ``on_failure`` why one cannot be read."""
-        self._bus = bus
-        self._on_digest = on_digest
-        self._on_failure = on_failure
-        self._backlog = Backlog()
-        self._news = asyncio.Event()
-        self._progress = asyncio.Event()
-        self._read = Watermark()
+    bus: Bus
+    on_digest: Callable[[bytes], None]
+    on_failure: Callable[[errors.SidecarError], None]  # receives why a message cannot be read
+    _backlog: Backlog = field(default_factory=Backlog, init=False)
+    _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _progress: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _read: int = field(default=0, init=False)  # the last message read: numbered from 1
+    _missed: int = field(default=0, init=False)  # messages that never came: the stream was cut
 
     def add(self, digest: bytes) -> None:
         """An answer of this node is about to be handed over. Raises as ``Backlog.add`` does."""
@@ -162,16 +131,18 @@ class AnswerStream:
         self._news.set()
 
     async def begin(self) -> None:
-        """Starts to read, from the first message on."""
-        await self._bus.read(self._on_message)
+        await self.bus.read(self._on_message)
 
     def _on_message(self, sequence: int, data: bytes) -> None:
+        if sequence <= self._read:
+            return  # read before, as after a reconnect
+        self._missed += sequence - self._read - 1
+        self._read = sequence
         try:
-            if self._read.advance(sequence):
-                for digest in decode_batch(data):
-                    self._on_digest(digest)
+            for digest in decode_batch(data):
+                self.on_digest(digest)
         except errors.SidecarError as exc:
-            self._on_failure(exc)
+            self.on_failure(exc)
         self._wake()
 
     async def run(self) -> None:
@@ -186,7 +157,7 @@ class AnswerStream:
             await asyncio.sleep(seconds)
             message = self._backlog.take()
             try:
-                await self._bus.publish(message)
+                await self.bus.publish(message)
             except errors.ClusterUnreachable:
                 self._backlog.failed()
                 await asyncio.sleep(RETRY_SECONDS)
@@ -200,15 +171,13 @@ class AnswerStream:
         await self._until(lambda: self._backlog.published >= added)
 
     async def read_up(self) -> None:
-        """Returns once everything that the stream holds by now has been read here.
-
-        Raises ``ClusterUnreadable`` where messages are missing: an unknown digest proves nothing.
+        """Returns once everything that the stream holds by now has been read here. Raises
+        ``ClusterUnreadable`` where messages are missing: an unknown digest proves nothing.
         """
-        last = await self._bus.last()
-        await self._until(lambda: self._read.read >= last)
-        if self._read.missed:
-            count = self._read.missed
-            why = f"{count} messages of answers never came: the stream was cut"
+        last = await self.bus.last()
+        await self._until(lambda: self._read >= last)
+        if self._missed:
+            why = f"{self._missed} messages of answers never came: the stream was cut"
             raise errors.CLUSTER_UNREADABLE(why)
 
     async def _until(self, holds: Callable[[], bool]) -> None:

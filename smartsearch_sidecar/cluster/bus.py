@@ -14,8 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from smartsearch_sidecar.config import ClusterSection
 
-RETRY_SECONDS: Final = 0.1
-"""Between two attempts of a task that retries while the servers do not answer."""
+RETRY_SECONDS: Final = 0.1  # between two attempts while the servers do not answer
 
 
 class Entry(NamedTuple):
@@ -42,7 +41,6 @@ class Bus(Protocol):
     |---|---|
     | ``connected`` | whether the servers are reached right now, as far as this node knows |
     | ``get`` | a key's value; ``None`` where it was never set |
-    | ``create`` | sets a key that has no value yet; False where it has one |
     | ``update`` | sets a key whose revision is still ``revision`` (0: no value); False where not |
     | ``put`` | sets a key, over any value it has |
     | ``watch`` | calls ``on_value`` for every key under ``prefix``, in order: first with each \
@@ -61,7 +59,6 @@ present value, after which it returns, then with each change |
     @property
     def connected(self) -> bool: ...
     async def get(self, key: str) -> Entry | None: ...
-    async def create(self, key: str, value: bytes) -> bool: ...
     async def update(self, key: str, value: bytes, revision: int) -> bool: ...
     async def put(self, key: str, value: bytes) -> None: ...
     async def watch(self, prefix: str, on_value: OnValue) -> None: ...

@@ -27,8 +27,7 @@ from smartsearch_sidecar.run.json_values import differences, flat
 
 AGREEMENT: Final = "agreement"
 REGISTERED: Final = "node"
-WITHDRAWN: Final = ""
-"""The instance of a name whose run was never begun: any node may take it."""
+WITHDRAWN: Final = ""  # instance of a name whose run was never begun: any node may take it
 
 # What each node may have of its own. Paths and addresses name places; what is there is named by
 # digest. Capabilities are compared by digest, below.
@@ -53,15 +52,14 @@ OWN_KEYS: Final = frozenset(
 
 OWN_FACTS: Final = frozenset({"reward.source.root", "reward.source.path"})  # of identities
 
-_SHOWN_MAX: Final = 6
-"""Differences of which both sides are shown; where there are more, each is only named."""
+_SHOWN_MAX: Final = 6  # differences shown with both sides; where there are more, only names
 _DIGEST: Final = re.compile(r"[0-9a-f]{16,}")
 _TEXT_MAX: Final = 40
 
 
 async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
     """Raises ``ClusterRefused`` that names what differs from the run's first node."""
-    if await bus.create(AGREEMENT, canonical(dict(ours))):
+    if await bus.update(AGREEMENT, canonical(dict(ours)), 0):
         return
     entry = await bus.get(AGREEMENT)
     if entry is None:
@@ -73,7 +71,7 @@ async def agree(bus: Bus, node: str, ours: Mapping[str, Any]) -> None:
 async def register(bus: Bus, node: str, instance: str) -> None:
     """Takes the name for this run directory. Raises ``ClusterRefused`` where another has it."""
     key, value = f"{REGISTERED}.{node}", encode_registration(instance)
-    while not await bus.create(key, value):
+    while not await bus.update(key, value, 0):
         entry = await bus.get(key)
         if entry is None:
             continue
@@ -114,14 +112,11 @@ def decode_registration(data: bytes) -> str:
 def identities(
     config: Config, facts: Mapping[str, Any], versions: Mapping[str, str], totals: Amounts
 ) -> dict[str, Any]:
-    """What must be the same on every node: no secret, no reference answer, no path.
-
-    ``facts`` are the identities that the claim names, ``versions`` those of the packages this
-    process runs on, ``totals`` the run's quotas.
+    """What must be the same on every node: no secret, no reference answer, no path. ``facts`` are
+    the identities that the claim names, ``versions`` those of this process' packages.
     """
     execute = config.server.execute_capability
-    cluster = config.cluster
-    if execute is None or cluster is None:
+    if execute is None or (cluster := config.cluster) is None:
         raise errors.INTERNAL_ERROR("a node without [cluster] or capability joins no run")
     return {
         **_whole(_shared(facts, OWN_FACTS)),
@@ -134,13 +129,10 @@ def identities(
 
 def capability_digest(run_id: str, capability: str) -> str:
     """What other clients of the servers may read of a capability: 16 hex digits, salted by the run.
-
     Only 8 bytes: enough to tell two capabilities apart, too few to confirm a guess by.
     """
-    salted = hashlib.blake2b(
-        capability.encode(), digest_size=8, key=hashlib.sha256(run_id.encode()).digest()
-    )
-    return salted.hexdigest()
+    key = hashlib.sha256(run_id.encode()).digest()
+    return hashlib.blake2b(capability.encode(), digest_size=8, key=key).hexdigest()
 
 
 def decode_identities(data: bytes) -> dict[str, Any]:

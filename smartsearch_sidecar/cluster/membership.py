@@ -23,8 +23,8 @@ last status. The table below makes a state of each combination, by these rules:
 The run's state is that of its worst node. A failure has to close the latch; the first one stays.
 
 A node that never joined has no name here: as many of them are counted as ``run.nodes`` has more
-than are known. Their clock runs from the first admission of any node. A node that ended cleanly has
-nothing more to publish and is never lost; one that resumes is a node like any other again.
+than are known. Their clock runs from the first admission of any node. A node that ended cleanly
+publishes no more and is never lost; one that resumes is a node like any other again.
 """
 
 from __future__ import annotations
@@ -38,18 +38,14 @@ from typing import Final, NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus
 
-HEARTBEATS: Final = 5
-"""States a node publishes in ``lost_seconds``: four may be lost on the way."""
-QUIET_SHARE: Final = 0.5
-"""Of ``lost_seconds``: a node silent for so long makes the run pending."""
+HEARTBEATS: Final = 5  # states a node publishes in lost_seconds: four may be lost on the way
+QUIET_SHARE: Final = 0.5  # of lost_seconds: a node silent for so long makes the run pending
 GRACE: Final = 3
 """Times ``lost_seconds``: the longest silence that is excused by not having listened. Two are
 needed: a connection may be away for almost one, and a node has one to come back after that."""
 
 
 class Link(enum.StrEnum):
-    """The connection to the servers."""
-
     UP = "up"
     DOWN = "down"
     CUT = "cut"  # down for ``lost_seconds``: it counts as down for good, even if it comes back
@@ -68,8 +64,6 @@ class Liveness(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a run is not healthy."""
-
     CLUSTER_UNREACHABLE = "cluster_unreachable"
     NODE_FAILED = "node_failed"
     NODE_LOST = "node_lost"
@@ -102,26 +96,21 @@ TABLE: Final = (
 
 @functools.cache
 def weight_of(*facts: Link | Liveness | RunStatus) -> int:
-    """The place in ``TABLE`` of the row that decides: the lower, the more it weighs.
-
-    The status among the facts is ``PENDING`` for a node that has published no state yet.
+    """The place in ``TABLE`` of the row that decides: the lower, the more it weighs. The status
+    among the facts is ``PENDING`` for a node that has published no state yet.
     """
     return next(at for at, cell in enumerate(TABLE) if not set(facts).isdisjoint(cell.facts))
 
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """What the run is, for the node that asks, and why it is not healthy.
-
-    ``cause`` and ``detail`` are what has to close this node's latch; ``cause`` is ``None`` where
-    nothing has failed. ``node`` is the one it is about, where it is about one.
-    """
+    """What the run is, for the node that asks, and why it is not healthy."""
 
     status: RunStatus
     reason: Reason | None = None
-    cause: str | None = None
+    cause: str | None = None  # has to close this node's latch; ``None`` where nothing has failed
     detail: str = ""
-    node: str | None = None
+    node: str | None = None  # the one it is about, where it is about one
 
 
 class NodeRow(NamedTuple):
@@ -140,15 +129,13 @@ class _Member:
 
 
 class Membership:
-    """The nodes of one run as one of them sees it. Times are seconds of its monotonic clock.
-
-    The methods ``on_…`` take what happens, in the order it happens; ``verdict`` and ``rows`` change
+    """The ``nodes`` of a run as its node ``own`` sees it, in seconds of its monotonic clock. The
+    methods ``on_…`` take what happens, in the order it happens; ``verdict`` and ``rows`` change
     nothing. Call ``on_tick`` at least every fifth of ``lost_seconds``: a longer gap between two
     events means that this process stood still and did not listen.
     """
 
     def __init__(self, own: str, nodes: int, lost_seconds: float, now: float) -> None:
-        """``own`` is this node, whose states come in like any other's; ``nodes`` the run's."""
         self._own = own
         self._nodes = nodes
         self._lost_seconds = lost_seconds
@@ -174,8 +161,11 @@ class Membership:
         if member is None:
             self.on_joined(name, state.instance, now)
             member = self._members[name]
-        elif not _is_news(member, state):
-            return
+        else:
+            last = member.state
+            later = last is None or (state.restarts, state.beat) > (last.restarts, last.beat)
+            if not later or state.instance != member.instance:
+                return
         # Before the news is taken in: a node is lost when its time is over, even where that is
         # noticed only as it comes back.
         self._keep_of(name, now)
@@ -193,7 +183,6 @@ class Membership:
             self._linked_since = now
 
     def on_disconnected(self, now: float) -> None:
-        """The servers are not reached."""
         self._event(now)
         if self._down_since is None:
             self._down_since = now
@@ -201,15 +190,12 @@ class Membership:
     def on_tick(self, now: float) -> RunVerdict:
         """Time has passed, and this process was there. The verdict, whose failure stays."""
         self._event(now)
-        verdict = self.verdict(now)
-        self._keep(verdict)
+        self._keep(verdict := self.verdict(now))
         return verdict
 
     def verdict(self, now: float, *, answered: Collection[str] | None = None) -> RunVerdict:
-        """What the run is.
-
-        ``answered`` names the nodes that answered a question to all, if one was asked; then a node
-        that did not answer is healthy only if it has ended.
+        """``answered`` names the nodes that answered a question to all, if one was asked: then a
+        node that did not answer is healthy only if it has ended.
         """
         if self._failure is not None:
             return self._failure
@@ -316,9 +302,3 @@ class Membership:
             return f"node {name} has published no state yet"
         failed = member.state.cause is not None
         return f"on node {name}, by its own report" if failed else f"node {name} has work in flight"
-
-
-def _is_news(member: _Member, state: NodeState) -> bool:
-    last = member.state
-    later = last is None or (state.restarts, state.beat) > (last.restarts, last.beat)
-    return later and state.instance == member.instance

@@ -53,8 +53,6 @@ Rows = Mapping[str, NodeRow]
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """The run of this process, as its node uses it."""
-
     state: RunState
     busy: Callable[[], bool]  # whether anything is in flight
     journal: Callable[[], tuple[int, str]]  # sequence number and sum of the last record
@@ -92,7 +90,7 @@ class Node:
     # --- joining ----------------------------------------------------------------------------------
 
     async def connect(self, connect: Connect, totals: Amounts) -> None:
-        """Reaches the servers. ``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
+        """``totals`` are the run's quotas. Raises ``ClusterUnreachable``."""
         self.bus = await connect(self._cluster, self._cluster.run_id, on_link=self._on_link)
         block = self._cluster.lease_block
         self.leaser = QuotaLeaser(self.bus, self.name, totals, self._nodes, block)
@@ -120,7 +118,6 @@ class Node:
 
     async def begin(self, local: LocalRun) -> None:
         """The run is claimed: this node publishes its state, and its latch closes with the run's.
-
         Returns once a latch that was closed before is closed here too.
         """
         self._local = local
@@ -209,14 +206,14 @@ class Node:
                 self.membership.on_disconnected(self.now())
             elif self.now() - self._confirmed_at > UNCONFIRMED_SHARE * self._cluster.lost_seconds:
                 self.membership.on_disconnected(self._confirmed_at)
-            self._close_by(self.membership.on_tick(self.now()))
+            verdict = self.membership.on_tick(self.now())
+            self._close(verdict.cause, verdict.detail)
 
     async def _publish_latch(self) -> None:
         """The first node whose latch closes sets the run's; the key is created only once."""
         local = self.local
         await local.latched.wait()
         self.leaser.wake()
-        self._publish_now.set()
         # Also where this node's own ledger has failed: the others must learn the cause.
         with contextlib.suppress(errors.LedgerFailed):
             await local.latch_durable()
@@ -225,7 +222,9 @@ class Node:
             raise errors.INTERNAL_ERROR("a closed latch has no cause")
         detail = cause.detail[:DETAIL_CHARACTERS]
         value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
-        await retry_forever(lambda: self.bus.create(LATCH, value))
+        await retry_forever(lambda: self.bus.update(LATCH, value, 0))
+        # After the key: a node that reads the state first could not say what the cause was about.
+        self._publish_now.set()
 
     # --- receiving --------------------------------------------------------------------------------
 
@@ -254,11 +253,9 @@ class Node:
     def _fail(self, exc: errors.SidecarError) -> None:
         self._close(exc.cause or errors.INTERNAL_ERROR.closes_as, exc.message)
 
-    def _close_by(self, verdict: RunVerdict) -> None:
-        if verdict.cause is not None:
-            self._close(verdict.cause, verdict.detail)
-
-    def _close(self, cause: str, detail: str) -> None:
+    def _close(self, cause: str | None, detail: str) -> None:
+        if cause is None:
+            return
         if self._local is None:
             self._failure = self._failure or Cause(cause, None, False, detail)
         elif not self._ended:
@@ -268,7 +265,6 @@ class Node:
 
     async def verdict(self, settle_seconds: float) -> tuple[RunVerdict, Rows]:
         """What the run is, asked of every node now; waits up to ``settle_seconds`` for healthy.
-
         What it returns holds in the very step of the loop in which it returns.
         """
         end = self.now() + settle_seconds
@@ -279,7 +275,7 @@ class Node:
             _, answered = await asyncio.gather(self.local.settle(left), self._ask_states(left))
             found = self.present(answered={self.name, *answered})
             if found[0].status is not RunStatus.PENDING or self.now() >= end:
-                self._close_by(found[0])
+                self._close(found[0].cause, found[0].detail)
                 return found
             await asyncio.sleep(min(ASK_AGAIN_SECONDS, max(0.0, end - self.now())))
 
@@ -354,7 +350,6 @@ class Node:
         return [answer for answer in found if answer]
 
     async def _answer(self, question: bytes) -> bytes:
-        """What this node answers to a question of any node."""
         value = read_canonical(question, "a question")
         if value.get("answers"):
             if self.answers is not None:
@@ -372,10 +367,9 @@ class Node:
         self._ended = True
 
     async def leave(self) -> None:
-        """Returns what was leased and not used, and publishes that this node has ended.
-
-        After the run's last record. Best effort within a bound: if the others do not learn of it,
-        they count this node as lost.
+        """After the run's last record: returns what was leased and not used, and publishes that
+        this node has ended. Best effort within a bound: if the others do not learn of it, they
+        count this node as lost.
         """
         await self._last(self._leave(), "the other nodes do not know that this one ended")
 
@@ -406,7 +400,6 @@ class Node:
         await self.close()
 
     async def close(self) -> None:
-        """Ends this node's tasks and its connection."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -418,7 +411,6 @@ class Node:
 
     @property
     def local(self) -> LocalRun:
-        """The run of this process, once it has begun."""
         if self._local is None:
             raise errors.INTERNAL_ERROR("the node was asked before its run had begun")
         return self._local

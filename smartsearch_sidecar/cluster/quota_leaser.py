@@ -25,7 +25,9 @@ QUOTA: Final = "quota"
 
 
 class QuotaLeaser:
-    """Leases for this node, and waits for room. Everything here is called on the loop."""
+    """Leases for this node, and waits for room. Everything here is called on the loop. ``woken``
+    and ``room_to_…`` are ``ledger.recorder.SharedQuota``.
+    """
 
     def __init__(
         self, bus: Bus, node: str, totals: Amounts, members: int, lease_block: int
@@ -78,7 +80,6 @@ class QuotaLeaser:
             wake()
 
     def woken(self, wake: Callable[[], None]) -> None:
-        """See ``ledger.recorder.SharedQuota``."""
         self._wakes.append(wake)
 
     async def give_back(self) -> None:
@@ -100,7 +101,7 @@ class QuotaLeaser:
         attempt = 0
         while True:
             entry = await self._bus.get(QUOTA)
-            value, revision = Leases.begun(self.totals, self._members), 0
+            value, revision = Leases(self._members, self.totals), 0
             if entry is not None:
                 value, revision = Leases.decode(entry.value), entry.revision
                 self._lease.seen(value, revision)
@@ -116,15 +117,12 @@ class QuotaLeaser:
             await asyncio.sleep(quota.pause(attempt, random.random()))
 
     async def room_to_search(self, deadline: float) -> None:
-        """See ``ledger.recorder.SharedQuota``."""
         used = self._state.attempts
         self._ahead(SEARCHES, used)
         if not self._lease.fits(SEARCHES, used):
             await self._room(lambda: {SEARCHES: 1}, deadline)
 
     async def room_to_score(self, wanted: Callable[[], Mapping[str, int]], deadline: float) -> None:
-        """See ``ledger.recorder.SharedQuota``."""
-
         def needed() -> dict[str, int]:
             return {resource(split, quota.SCORES): count for split, count in wanted().items()}
 
@@ -159,7 +157,6 @@ class QuotaLeaser:
             del self._needs[waiter]
 
     def room_to_call(self, split: str, wanted: int) -> int:
-        """See ``ledger.recorder.SharedQuota``."""
         meter = self._state.scores.splits[split]
         calls = resource(split, quota.HELPER_CALLS)
         tokens = resource(split, quota.OUTPUT_TOKENS)

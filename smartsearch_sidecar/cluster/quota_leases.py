@@ -26,7 +26,7 @@ the run by standing in it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from smartsearch_sidecar import errors
@@ -39,13 +39,11 @@ SEARCHES: Final = "searches"
 SCORES: Final = "scores"
 HELPER_CALLS: Final = "helper_calls"
 OUTPUT_TOKENS: Final = "output_tokens"
-BLOCKS_A_NODE: Final = 4
-"""Blocks in a node's even share, at least: in a small run one lease must not empty the rest."""
+BLOCKS_A_NODE: Final = 4  # in its even share, at least: one lease must not empty a small run
 PAUSE_SECONDS_FIRST: Final = 0.004  # a round trip or two: the new value is known after one
 PAUSE_SECONDS_MAX: Final = 1.0  # far under a search's deadline: a race lost often is won in time
 
-Amounts = Mapping[str, int]
-"""Resource to a number of it: searches, scores, calls or tokens."""
+Amounts = Mapping[str, int]  # resource to a number of searches, scores, calls or tokens
 
 _KEYS: Final = ("members", "resources", "totals", "nodes", "lives")
 _WHAT: Final = "what the run's nodes have leased"
@@ -57,7 +55,6 @@ def resource(split: str, what: str) -> str:
 
 
 def totals_of(config: Config) -> dict[str, int]:
-    """What the run has of each resource."""
     found = {SEARCHES: config.execute.max_calls}
     if config.reward.enabled:
         for split, part in (("train", config.reward), ("validation", config.reward.validation)):
@@ -79,16 +76,12 @@ def used_of(state: RunState) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes.
+    """The value of the key ``quota``. It cannot lease more than there is, nor to too many nodes."""
 
-    ``members`` is how many nodes the run may have (``run.nodes``), ``totals`` what there is of each
-    resource, ``nodes`` what each node has leased of each, ``lives`` how often each has begun.
-    """
-
-    members: int
-    totals: Amounts
-    nodes: Mapping[str, Amounts]
-    lives: Mapping[str, int]
+    members: int  # how many nodes the run may have (``run.nodes``)
+    totals: Amounts  # what there is of each resource
+    nodes: Mapping[str, Amounts] = field(default_factory=dict)  # what each node has leased of each
+    lives: Mapping[str, int] = field(default_factory=dict)  # how often each node has begun
 
     def __post_init__(self) -> None:
         if type(self.members) is not int or self.members < 1 or len(self.nodes) > self.members:
@@ -104,14 +97,8 @@ class Leases:
                 raise errors.INTERNAL_ERROR("a number of a lease is not a count")
         for name in self.totals:
             if self.left(name) < 0:
-                raise errors.INTERNAL_ERROR(
-                    f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
-                )
-
-    @classmethod
-    def begun(cls, totals: Amounts, members: int) -> Leases:
-        """A run's first value: nothing is leased."""
-        return cls(members, dict(totals), {}, {})
+                why = f"{self.taken(name)} {name} are leased, and the run has {self.totals[name]}"
+                raise errors.INTERNAL_ERROR(why)
 
     def taken(self, name: str) -> int:
         """What all nodes have leased of a resource."""
@@ -205,8 +192,7 @@ def returned(value: Leases, node: str, used: Amounts) -> Leases:
 
 
 def blocks(totals: Amounts, lease_block: int, members: int) -> dict[str, int]:
-    """How much of each resource is leased at once; every node of a run comes to the same.
-
+    """How much of each resource is leased at once; it is equal on every node of a run.
     ``lease_block`` searches, scores or helper calls, and the most tokens so many calls may write;
     less where a node's even share would not hold ``BLOCKS_A_NODE`` of them. Rewards are not shared
     evenly, because one node may score all: for them the share is the whole.
@@ -228,7 +214,6 @@ def pause(attempt: int, draw: float) -> float:
 
 class NodeLease:
     """How much this node may use, as far as it knows: what to admit, and when to ask for more.
-
     ``block`` is what ``blocks`` gave. ``seen`` takes each value of the key that is read or written
     here. ``used`` always comes from this node's own fold, for tokens with those reserved.
     """
@@ -253,7 +238,6 @@ class NodeLease:
         return self._leased[name] - used
 
     def fits(self, name: str, used: int, needed: int = 1) -> bool:
-        """Whether ``needed`` more may be used now."""
         return self.left(name, used) >= needed
 
     def exhausted(self, name: str, used: int, needed: int = 1) -> bool:
@@ -263,10 +247,9 @@ class NodeLease:
         return self.left(name, used) + self._run_left[name] < needed
 
     def wanted(self, used: Amounts, needed: Amounts | None = None) -> dict[str, int]:
-        """What to lease now; empty for nothing. ``needed`` is what requests wait for.
-
-        Beyond that, a resource in use here is leased ahead once less than half a block is left; one
-        that is not used here is left to the others.
+        """What to lease now; empty for nothing. ``needed`` is what requests wait for. Beyond that,
+        a resource in use here is leased ahead once less than half a block is left; one that is not
+        used here is left to the others.
         """
         needed = needed or {}
         found: dict[str, int] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
@@ -16,18 +17,15 @@ import orjson
 
 from smartsearch_sidecar import errors
 
-VALUE_BYTES_MAX: Final = 512 * 1024
-"""Bytes of one value: half of what a NATS server takes by default, so headers always fit."""
-DEPTH_MAX: Final = 16
-"""Objects and lists within each other."""
+VALUE_BYTES_MAX: Final = 512 * 1024  # half of what NATS takes by default: headers always fit
+DEPTH_MAX: Final = 16  # objects and lists within each other
 
 _PLAIN: Final = frozenset({str, int, bool, type(None)})
 
 
 def canonical(value: Any) -> bytes:
-    """The one form of a value of objects, lists, text, whole numbers, booleans and null.
-
-    Raises ``InvariantBroken`` for anything else, and for a value over ``VALUE_BYTES_MAX``.
+    """The one form of a value of objects, lists, text, whole numbers, booleans and null. Raises
+    ``InvariantBroken`` for anything else, and for a value over ``VALUE_BYTES_MAX``.
     """
     _refuse_other(value)
     try:
@@ -35,16 +33,14 @@ def canonical(value: Any) -> bytes:
     except TypeError as exc:  # what is left: text with no UTF-8 form, a number over 64 bits
         raise errors.INTERNAL_ERROR(f"a value for other nodes has no bytes: {exc}") from None
     if len(data) > VALUE_BYTES_MAX:
-        raise errors.INTERNAL_ERROR(
-            f"a value for other nodes has {len(data)} bytes, over the bound of {VALUE_BYTES_MAX}"
-        )
+        size = f"{len(data)} bytes, over the bound of {VALUE_BYTES_MAX}"
+        raise errors.INTERNAL_ERROR(f"a value for other nodes has {size}")
     return data
 
 
 def read_canonical(data: bytes, what: str) -> Any:
-    """Reads what ``canonical`` made; ``what`` names it for the message.
-
-    Raises ``ClusterUnreadable`` for any other bytes.
+    """Reads what ``canonical`` made; ``what`` names it for the message. Raises
+    ``ClusterUnreadable`` for any other bytes.
     """
     if len(data) > VALUE_BYTES_MAX:
         raise unreadable(what, f"it has {len(data)} bytes, over the bound of {VALUE_BYTES_MAX}")
@@ -52,13 +48,10 @@ def read_canonical(data: bytes, what: str) -> Any:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
         raise unreadable(what, "it is not JSON") from None
-    try:
-        same = canonical(value) == data
-    except errors.InvariantBroken:
-        same = False
-    if not same:
-        raise unreadable(what, "its bytes are not the one form of its value")
-    return value
+    with suppress(errors.InvariantBroken):
+        if canonical(value) == data:
+            return value
+    raise unreadable(what, "its bytes are not the one form of its value")
 
 
 def read_object(data: bytes, what: str, keys: Collection[str]) -> dict[str, Any]:
@@ -105,28 +98,19 @@ class RunStatus(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class NodeState:
     """What a node says about itself: the value of the key ``state.NAME``, and its live answer.
-
-    Attributes:
-        instance: the run directory's own random id: a resumed directory is the same node.
-        restarts, beat: the node's restarts, and the number of this state since the last of them.
-            The pair only grows, so a state that is delivered twice is recognised as old.
-        ended: closed cleanly; this is its last state until it resumes.
-        admitted: whether it has ever admitted anything.
-        counts: whole numbers for the page, by name.
-        seq, head: sequence number and sum of the journal's last record.
-        cause: why it failed; present exactly where ``status`` is ``failed``.
+    ``restarts`` and ``beat`` together only grow: a state that is delivered twice is seen to be old.
     """
 
-    instance: str
+    instance: str  # the run directory's own random id: a resumed directory is the same node
     restarts: int
-    beat: int
+    beat: int  # the number of this state since the last restart
     status: RunStatus
-    ended: bool
-    admitted: bool
-    counts: Mapping[str, int]
-    seq: int
-    head: str
-    cause: str | None = None
+    ended: bool  # closed cleanly; this is its last state until it resumes
+    admitted: bool  # whether it has ever admitted anything
+    counts: Mapping[str, int]  # for the page, by name
+    seq: int  # of the journal's last record
+    head: str  # the sum of that record
+    cause: str | None = None  # why it failed; present exactly where ``status`` is ``failed``
 
     def __post_init__(self) -> None:
         if (self.cause is not None) is not (self.status is RunStatus.FAILED):
@@ -138,7 +122,6 @@ class NodeState:
             raise errors.INTERNAL_ERROR("a number in a node's state is not a count")
 
     def encode(self) -> bytes:
-        """Canonical bytes."""
         return canonical({**asdict(self), "status": self.status.value})
 
     @classmethod

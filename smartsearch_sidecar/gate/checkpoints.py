@@ -36,9 +36,8 @@ class CheckpointRequest(NamedTuple):
 
 
 def parse_checkpoint(value: Any) -> CheckpointRequest:
-    """Reads ``{"step": int, "path"?: str, "manifest_sha256"?: hex}``.
-
-    Raises ``OperatorRequest`` for anything else; the run is not touched by it.
+    """Reads ``{"step": int, "path"?: str, "manifest_sha256"?: hex}``. Raises ``OperatorRequest``
+    for anything else; the run is not touched by it.
     """
     if type(value) is not dict or not set(CheckpointRequest._fields).issuperset(value):
         why = "send an object of step, and optionally path, manifest_sha256"
@@ -61,10 +60,9 @@ async def take_checkpoint(
     cluster_run: ClusterRun | None = None,
 ) -> tuple[bool, dict[str, Any]]:
     """Settles, checks, records and syncs; with a ``cluster_run`` every node is asked, and the
-    receipt names each one's journal.
-
-    Returns whether it was accepted, and the answer's body: the receipt, or the refusal with the
-    run's state and first cause. Raises ``LedgerFailed`` where neither can be recorded.
+    receipt names each one's journal. Returns whether it was accepted, and the answer's body: the
+    receipt, or the refusal with the run's state and first cause. Raises ``LedgerFailed`` where
+    neither can be recorded.
     """
     state, recorder = service.run.state, service.run.recorder
     about: dict[str, Any] = {}

@@ -39,7 +39,8 @@ class ClusterRun:
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
         self.node = node
-        self._answers: AnswerDigests | None = None
+        # Takes each result before it is handed over; ``None`` where no reward checks blocks.
+        self.on_answer: Callable[[str], None] | None = None
         self.room_to_search = node.leaser.room_to_search
         self.room_to_score = node.leaser.room_to_score
         self.room_to_call = node.leaser.room_to_call
@@ -49,10 +50,8 @@ class ClusterRun:
 
     @classmethod
     async def reach(cls, config: Config, connect: Connect | None = None) -> ClusterRun:
-        """Reaches the servers between the nodes.
-
-        Raises ``ClusterRefused`` where they are not reached, ``ConfigError`` without a capability
-        that all nodes can have.
+        """Reaches the servers between the nodes. Raises ``ClusterRefused`` where they are not
+        reached, ``ConfigError`` without a capability that all nodes can have.
         """
         if config.cluster is None:
             raise errors.INTERNAL_ERROR("a run without [cluster] has no other nodes")
@@ -75,22 +74,20 @@ class ClusterRun:
         return cls(config, node)
 
     async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
-        """Reads the digests of what all nodes answered into ``answers``.
-
-        ``own`` are the results in this node's journal (blocking to read). Those that the stream
-        lacks, because this node died before it published them, are published now, each once.
+        """Reads the digests of what all nodes answered into ``answers``. ``own`` are the results in
+        this node's journal (blocking to read). Those that the stream lacks, because this node died
+        before it published them, are published now, each once.
         """
-        self._answers = answers
         with _refusing():
             stream = await self.node.follow_answers(answers.add_digest)
+        self.on_answer = publish = partial(_publish, answers, stream)
         while texts := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
             for text in texts:
-                _publish(answers, stream, text)
+                publish(text)
 
     async def join(self, facts: Mapping[str, Any], claim: bytes, fresh: bool) -> None:
-        """Takes this node's place, before its run is claimed. ``facts`` are the identities.
-
-        Raises ``ClusterRefused``, with nothing of the run written.
+        """Takes this node's place, before its run is claimed. ``facts`` are the identities. Raises
+        ``ClusterRefused``, with nothing of the run written.
         """
         totals = self.node.leaser.totals
         ours = identities(self._config, facts, versions(), totals)
@@ -99,9 +96,8 @@ class ClusterRun:
             await self.node.join(ours, run_id, claim_digest(claim), fresh=fresh)
 
     async def begin(self, service: Service) -> None:
-        """Publishes this node's state and follows the others' from now on.
-
-        Returns once a latch that was closed on another node before is closed here too.
+        """Publishes this node's state and follows the others' from now on. Returns once a latch
+        that was closed on another node before is closed here too.
         """
         recorder, writer = service.run.recorder, service.run.writer
         local = LocalRun(
@@ -114,14 +110,6 @@ class ClusterRun:
             latch_durable=recorder.latch_durable,
         )
         await self.node.begin(local)
-
-    @property
-    def on_answer(self) -> Callable[[str], None] | None:
-        """Takes each result before it is handed over; ``None`` where no reward checks blocks."""
-        answers, stream = self._answers, self.node.answers
-        if answers is None or stream is None:
-            return None
-        return partial(_publish, answers, stream)
 
     async def health(self, service: Service, settle_seconds: float) -> dict[str, Any]:
         """The body of ``/health``: the run's state, this node's counts, a row for every node."""
@@ -141,9 +129,8 @@ class ClusterRun:
     async def verdict(
         self, service: Service, settle_seconds: float
     ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-        """The run's state, asked of every node; a row for each; and what a receipt names of each.
-
-        A run that is returned as healthy is so in the very step of the loop in which this returns.
+        """The run's state, asked of every node; a row for each; and what a receipt names of each. A
+        run that is returned as healthy is so in the very step of the loop in which this returns.
         """
         verdict, rows = await self.node.verdict(settle_seconds)
         state = verdict.status.value
@@ -164,22 +151,15 @@ class ClusterRun:
     def _view(self, verdict: RunVerdict, rows: Rows) -> dict[str, Any]:
         nodes: dict[str, dict[str, Any]] = {}
         for name, row in rows.items():
-            state = row.state
             nodes[name] = {
                 "hearing": row.liveness.value,
                 "silent_seconds": round(row.silent_seconds, 3),
                 "claim_sha256": self.node.claims.get(name),
             }
-            if state is None:
-                continue
-            nodes[name] |= {
-                "state": "ended" if state.ended else state.status.value,
-                "cause": state.cause,
-                "restarts": state.restarts,
-                "seq": state.seq,
-                "head": state.head,
-                "counts": dict(state.counts),
-            }
+            if (state := row.state) is not None:
+                shown = "ended" if state.ended else state.status.value
+                nodes[name] |= {"state": shown, "cause": state.cause, "restarts": state.restarts}
+                nodes[name] |= {"seq": state.seq, "head": state.head, "counts": dict(state.counts)}
         return {
             "node": self.node.name,
             "expected": self._config.run.nodes,

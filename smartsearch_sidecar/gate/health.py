@@ -23,9 +23,7 @@ def pending(service: Service) -> bool:
 
 
 async def check(service: Service, seconds: float) -> str:
-    """The state's name, after up to ``seconds`` for work in flight and a check of the provider's
-    identity.
-
+    """The state, after up to ``seconds`` for work in flight and a check of the provider's identity.
     While work is in flight the identity is not asked for: each search checks it too, and the
     provider may answer slowly behind them.
     """
@@ -57,22 +55,19 @@ async def health_report(service: Service, *, settle_seconds: float) -> dict[str,
     return {"state": await check(service, settle_seconds), **counts(service)}
 
 
-def _rewards(service: Service) -> dict[str, Any]:
-    scores = service.run.state.scores
-    if not scores.splits:
-        return {}
-    return {
-        "reward_reused": scores.reused,
-        "reward_failed": scores.failed,
-        "verdicts": dict(scores.verdicts),
-        "verdicts_unparsed_share": scores.unparsed_share,
-        "result_blocks": {"policy": scores.policy_blocks, "broken": scores.broken_blocks},
-    }
-
-
 def counts(service: Service) -> dict[str, Any]:
     """Every count of the run, as JSON values."""
     state = service.run.state
+    scores = state.scores
+    rewards: dict[str, Any] = {}
+    if scores.splits:
+        rewards = {
+            "reward_reused": scores.reused,
+            "reward_failed": scores.failed,
+            "verdicts": dict(scores.verdicts),
+            "verdicts_unparsed_share": scores.unparsed_share,
+            "result_blocks": {"policy": scores.policy_blocks, "broken": scores.broken_blocks},
+        }
     accepted, refused = state.checkpoints_accepted, state.checkpoints_refused
     return {
         **state.usage(),
@@ -80,7 +75,7 @@ def counts(service: Service) -> dict[str, Any]:
         "delivery_lost": state.lost,
         "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
         "declined": dict(state.declined_by),
-        **_rewards(service),
+        **rewards,
         "cache": dict(state.cache),
         "refused": dict(service.run.recorder.refused),
         "restarts": state.restarts,

@@ -197,7 +197,7 @@ class LeaseTraffic:
 
 def lease_traffic(setting: Setting) -> LeaseTraffic:
     """All nodes begin at the same moment and search from then on."""
-    clock, key = Clock(), Key(Leases.begun({SEARCHES: TOTAL}, setting.nodes))
+    clock, key = Clock(), Key(Leases(setting.nodes, {SEARCHES: TOTAL}))
     nodes = [Searcher(f"node-{at:04}", clock, key, setting, seed=at) for at in range(setting.nodes)]
     clock.run(START_SECONDS)
     for node in nodes:

@@ -15,7 +15,6 @@ from smartsearch_sidecar.cluster.answer_digests import (
     BATCH_SECONDS,
     AnswerStream,
     Backlog,
-    Watermark,
     decode_batch,
     encode_batch,
 )
@@ -63,13 +62,6 @@ def test_another_format_is_refused() -> None:
     """A message of another version is not read as digests."""
     with pytest.raises(errors.ClusterUnreadable):
         decode_batch(b"SSD2" + digest(1))
-
-
-@pytest.mark.parametrize("parts", [[], [b"short"], [digest(0)] * (BATCH_MAX + 1)])
-def test_no_other_message_is_made(parts: list[bytes]) -> None:
-    """What could not be read is not written."""
-    with pytest.raises(errors.InvariantBroken):
-        encode_batch(parts)
 
 
 # --- publishing -----------------------------------------------------------------------------------
@@ -160,32 +152,6 @@ def test_only_what_is_under_way_is_settled() -> None:
         backlog.add(b"short", 0.0)
 
 
-# --- reading --------------------------------------------------------------------------------------
-
-
-def test_the_watermark_is_the_last_message_read() -> None:
-    """Messages that come again after a reconnect are not news; the empty stream is read already."""
-    mark = Watermark()
-    assert mark.read == 0
-    assert [mark.advance(sequence) for sequence in (1, 2, 2, 1, 3)] == [
-        True,
-        True,
-        False,
-        False,
-        True,
-    ]
-    assert mark.read == 3
-    assert mark.missed == 0
-
-
-def test_messages_that_never_come_are_counted() -> None:
-    """A stream that lost messages proves nothing any more."""
-    mark = Watermark()
-    mark.advance(1)
-    mark.advance(4)
-    assert mark.missed == 2
-
-
 # --- the stream -----------------------------------------------------------------------------------
 
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -242,6 +208,25 @@ async def test_read_up_waits_for_what_was_there(reader: Reader) -> None:
     assert reader.learnt == [ONE, TWO]
     reader.bus.hand(2, second)  # told again after a reconnect
     assert reader.learnt == [ONE, TWO]
+
+
+async def test_a_message_that_comes_again_is_not_news(reader: Reader) -> None:
+    """Messages come again after a reconnect; the empty stream is read already."""
+    await reader.stream.read_up()
+    for number in (1, 2, 2, 1, 3):
+        if number > len(reader.ground.messages):
+            reader.ground.append(encode_batch([digest(number)]))
+        reader.bus.hand(number, encode_batch([digest(number)]))
+    assert reader.learnt == [digest(1), digest(2), digest(3)]
+    await reader.stream.read_up()
+
+
+async def test_messages_that_never_come_are_counted(reader: Reader) -> None:
+    """A stream that lost messages proves nothing any more."""
+    reader.bus.hand(1, encode_batch([ONE]))
+    reader.bus.hand(4, encode_batch([TWO]))
+    with pytest.raises(errors.ClusterUnreadable, match="2 messages of answers never came"):
+        await reader.stream.read_up()
 
 
 async def test_a_gap_is_no_proof(reader: Reader) -> None:

@@ -141,8 +141,8 @@ async def test_a_key_is_created_once(place: Place) -> None:
     """Of two nodes that create a key only the first does, and both read what it said."""
     a, b = await place.bus(), await place.bus()
     assert await a.get("latch") is None
-    assert await a.create("latch", b"first")
-    assert not await b.create("latch", b"second")
+    assert await a.update("latch", b"first", 0)
+    assert not await b.update("latch", b"second", 0)
     for bus in (a, b):
         entry = await bus.get("latch")
         assert entry is not None
@@ -153,7 +153,7 @@ async def test_a_key_is_created_once(place: Place) -> None:
 async def test_one_of_many_changes_wins(place: Place) -> None:
     """Of many nodes that change a key from the same revision exactly one does."""
     buses = [await place.bus() for _ in range(4)]
-    assert await buses[0].create("quota", b"0")
+    assert await buses[0].update("quota", b"0", 0)
     for _ in range(3):
         entry = await buses[0].get("quota")
         assert entry is not None
@@ -295,7 +295,7 @@ async def test_all_gone_and_back(place: Place) -> None:
     place.stop()
     calls: list[Awaitable[object]] = [
         a.get("latch"),
-        a.create("latch", b""),
+        a.update("latch", b"", 0),
         a.update("latch", b"", 7),
         a.put("latch", b""),
         a.publish(b""),
@@ -347,7 +347,7 @@ async def test_closing(place: Place) -> None:
 async def test_nodes_make_it_together(run: OnNats) -> None:
     """Nodes that start at once make one bucket and one stream, on disk, one value a key."""
     buses = await asyncio.gather(*(run.bus() for _ in range(6)))
-    assert sorted([await bus.create("agreement", b"") for bus in buses]) == [False] * 5 + [True]
+    assert sorted([await bus.update("agreement", b"", 0) for bus in buses]) == [False] * 5 + [True]
     connection = await buses[0]._dialer.reach()
     info = await api(connection, f"$JS.API.STREAM.INFO.KV_smartsearch-{run.run_id}", b"")
     assert info["config"]["storage"] == "file"
@@ -465,7 +465,7 @@ async def test_a_run_made_anew(one: NatsCluster) -> None:
     """Where the servers lost the run and another node made it anew, this node is out for good."""
     async with on_nats(one, lost_seconds=1.5) as run:
         bus = await run.bus()
-        await bus.create("quota", b"all but spent")
+        await bus.update("quota", b"all but spent", 0)
         connection = await bus._dialer.reach()
         for name in (f"KV_smartsearch-{run.run_id}", f"smartsearch-{run.run_id}-answers"):
             await api(connection, f"$JS.API.STREAM.DELETE.{name}", b"")
@@ -475,7 +475,7 @@ async def test_a_run_made_anew(one: NatsCluster) -> None:
         await until(lambda: not bus.connected)
         await until(lambda: other.connected)
         with pytest.raises(errors.ClusterUnreachable, match=r"made anew"):
-            await bus.create("quota", b"all over again")
+            await bus.update("quota", b"all over again", 0)
         assert await other.get("quota") is None
 
 
@@ -527,7 +527,7 @@ async def test_a_message_is_not_kept_twice(run: OnNats) -> None:
 async def test_a_change_is_not_refused_by_itself(run: OnNats) -> None:
     """A change whose confirmation was lost has been made, once, though its revision is gone."""
     async with deaf_until_kept(run, lambda bus: bus.get("quota")) as (near, far):
-        assert await far.create("quota", b"mine")
+        assert await far.update("quota", b"mine", 0)
         entry = await near.get("quota")
         assert entry is not None
         assert entry.value == b"mine"

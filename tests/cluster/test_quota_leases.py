@@ -27,7 +27,7 @@ CALLS = resource("train", HELPER_CALLS)
 
 def run(members: int = 3, **totals: int) -> Leases:
     """A run with so much of each resource and two nodes in it."""
-    begun = Leases.begun({SEARCHES: 1000, TOKENS: 100_000, **totals}, members)
+    begun = Leases(members, {SEARCHES: 1000, TOKENS: 100_000, **totals})
     return joined(joined(begun, "a"), "b")
 
 

@@ -121,9 +121,6 @@ class MemoryBus:
         await self._reached()
         return self._ground.keys.get(key)
 
-    async def create(self, key: str, value: bytes) -> bool:
-        return await self.update(key, value, 0)
-
     async def update(self, key: str, value: bytes, revision: int) -> bool:
         await self._reached()
         now = self._ground.keys.get(key)

@@ -24,9 +24,7 @@ from smartsearch_sidecar.run.json_values import differences
 STATE = NodeState(
     "ab12", 1, 27, RunStatus.FAILED, True, True, {"x": 3, "y": 0}, 9, "cd", "deadline"
 )
-LEASES, _ = leased(
-    joined(joined(Leases.begun({"searches": 99, "t": 7}, 2), "a"), "b"), "b", {"t": 5}
-)
+LEASES, _ = leased(joined(joined(Leases(2, {"searches": 99, "t": 7}), "a"), "b"), "b", {"t": 5})
 
 READERS: dict[str, tuple[bytes, Callable[[bytes], Any], Callable[[Any], bytes]]] = {
     "state": (STATE.encode(), NodeState.decode, lambda value: bytes(value.encode())),

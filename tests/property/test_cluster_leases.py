@@ -62,7 +62,7 @@ class Nodes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.value = Leases.begun(TOTALS, MEMBERS).encode()
+        self.value = Leases(MEMBERS, TOTALS).encode()
         self.revision = 1
         self.nodes = {name: Node() for name in "abcd"}
         self.under_way: list[Update] = []
@@ -227,7 +227,7 @@ def test_any_history_is_within_the_totals_and_survives_its_bytes(
     steps: list[tuple[str, str, dict[str, int]]],
 ) -> None:
     """Each value reads back as itself, and what is left plus what is leased is what there is."""
-    value = Leases.begun(TOTALS, MEMBERS)
+    value = Leases(MEMBERS, TOTALS)
     used: dict[str, dict[str, int]] = {}
     for step, node, amounts in steps:
         if node not in used:
@@ -257,7 +257,7 @@ def test_every_quota_can_be_used_up(nodes: int) -> None:
     """Nodes that ask in turn lease the whole of a run, to the last search, and no more."""
     totals = {SEARCHES: 1000}
     block = blocks(totals, 256, nodes)
-    value = Leases.begun(totals, nodes)
+    value = Leases(nodes, totals)
     names = [f"n{at}" for at in range(nodes)]
     for name in names:
         value = joined(value, name)

@@ -22,13 +22,10 @@ from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsCon
 from smartsearch_sidecar.cluster.nats.streams import Follower, Streams, api, decoded
 from smartsearch_sidecar.config import ClusterSection
 
-PATIENCE_SECONDS: Final = 12.0
-"""The bound of every call: NATS takes four to nine to elect a new leader where one has died."""
-PULSE_SECONDS: Final = 1.0
-PULSES: Final = 5
-"""How often a server is looked at: each second, or this often within ``lost_seconds``."""
-START_SECONDS: Final = 30.0
-"""The bound of ``connect``: the servers of a run may be starting beside it."""
+PATIENCE_SECONDS: Final = 12.0  # of every call: NATS elects a new leader in four to nine
+PULSE_SECONDS: Final = 1.0  # between two looks at a server, unless lost_seconds is short
+PULSES: Final = 5  # looks at a server within lost_seconds, at least
+START_SECONDS: Final = 30.0  # of ``connect``: the servers of a run may be starting beside it
 ID_BYTES: Final = 16
 KEY: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # JetStream's for: the key has another revision
@@ -63,8 +60,6 @@ async def connect(
 
 
 class NatsBus:
-    """``Bus`` over a ``Dialer``."""
-
     def __init__(self, dialer: Dialer, run_id: str) -> None:
         self._dialer = dialer
         self._streams = Streams(run_id)
@@ -80,7 +75,6 @@ class NatsBus:
         return self._dialer.connected
 
     async def begin(self, seconds: float) -> None:
-        """Makes bucket and stream, or finds them as other nodes have made them."""
         dialer = self._dialer
         await dialer.call(lambda c: self._streams.make(c, len(dialer.urls)), seconds)
         dialer.begin(self._streams.prove)
@@ -90,21 +84,16 @@ class NatsBus:
         message = await self._dialer.call(lambda c: self._streams.keys.message(c, subject))
         return Entry(decoded(message, "data"), message["seq"]) if message else None
 
-    async def create(self, key: str, value: bytes) -> bool:
-        return await self.update(key, value, 0)
-
     async def update(self, key: str, value: bytes, revision: int) -> bool:
-        subject = self._subject(key)
-        mark = secrets.token_hex(ID_BYTES)
+        subject, mark = self._subject(key), secrets.token_hex(ID_BYTES)
         headers = {"Nats-Msg-Id": mark, "Nats-Expected-Last-Subject-Sequence": str(revision)}
         unknown = False
 
         async def attempt(connection: NatsConnection) -> bool:
             nonlocal unknown
             try:
-                answer = await api(
-                    connection, subject, value, headers=headers, expected=WRONG_LAST_SEQUENCE
-                )
+                expected = WRONG_LAST_SEQUENCE
+                answer = await api(connection, subject, value, headers=headers, expected=expected)
                 if "error" not in answer:
                     return True
                 # The change may be our own earlier try: a server alone compares the revision before
@@ -123,8 +112,7 @@ class NatsBus:
         await self._append(self._subject(key), value)
 
     async def watch(self, prefix: str, on_value: OnValue) -> None:
-        name = prefix.rstrip(".")
-        keys = self._streams.keys
+        name, keys = prefix.rstrip("."), self._streams.keys
 
         def deliver(key: str, value: bytes) -> None:
             # An empty prefix is every key; any other is the key itself and those below it.
@@ -234,8 +222,7 @@ class NatsBus:
     async def close(self) -> None:
         # First the dialer: what ends after it is not reported as a loss.
         await self._dialer.close()
-        tasks = tuple(self._tasks)
-        for task in tasks:
+        for task in (tasks := tuple(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

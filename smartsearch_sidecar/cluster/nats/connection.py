@@ -40,10 +40,8 @@ DIAL_SECONDS: Final = 2
 PULSES_UNANSWERED: Final = 2
 CLOSE_SECONDS: Final = 1.0
 NEVER_SECONDS: Final = 86_400  # pulses of our own take the place of the library's pings
-REDIAL_SECONDS: Final = 0.25
-"""Between two rounds over all servers; short, as each round is a few packets."""
-PAUSE_SECONDS: Final = (0.05, 0.5)
-"""Between two tries of one call, from the first to the longest."""
+REDIAL_SECONDS: Final = 0.25  # between two rounds over all servers; a round is a few packets
+PAUSE_SECONDS: Final = (0.05, 0.5)  # between two tries of one call: the first, the longest
 
 # The library's errors are classified here. Its own log would print them to stderr, with addresses
 # that may hold a password.
@@ -106,11 +104,10 @@ class NatsConnection:
             inbox = connection.new_inbox()
             await connection.subscribe(inbox, connection._answered)
             connection._pulse = asyncio.create_task(connection._pulses(inbox, pulse))
-        except (nats.errors.Error, OSError, TimeoutError) as exc:
+        except BaseException as exc:
             await connection.close()
-            raise errors.CLUSTER_UNREACHABLE(_not_dialled(url, exc)) from None
-        except BaseException:
-            await connection.close()
+            if isinstance(exc, nats.errors.Error | OSError | TimeoutError):
+                raise errors.CLUSTER_UNREACHABLE(_not_dialled(url, exc)) from None
             raise
         return connection
 
@@ -145,8 +142,7 @@ class NatsConnection:
             # Its close waits until all is sent, and a frozen server takes nothing.
             async with asyncio.timeout(CLOSE_SECONDS):
                 await ending
-        writer = getattr(getattr(client, TRANSPORT), WRITER, None)
-        if writer is not None:
+        if (writer := getattr(getattr(client, TRANSPORT), WRITER, None)) is not None:
             writer.transport.abort()
 
     @property
@@ -216,9 +212,8 @@ class NatsConnection:
     ) -> dict[str, Any]:
         """Asks JetStream, which answers in JSON; ``ClusterUnreachable`` where it does not."""
         self._check()
-        asking = asyncio.ensure_future(
-            self._client.request(subject, data, timeout=seconds, headers=headers)
-        )
+        request = self._client.request(subject, data, timeout=seconds, headers=headers)
+        asking = asyncio.ensure_future(request)
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         try:
@@ -257,9 +252,8 @@ class NatsConnection:
 
     def _failed(self, exc: Exception, subject: str, data: bytes) -> errors.SidecarError:
         if isinstance(exc, nats.errors.MaxPayloadError):
-            return errors.INTERNAL_ERROR(
-                f"{len(data)} bytes for {subject} are more than a NATS server takes"
-            )
+            why = f"{len(data)} bytes for {subject} are more than a NATS server takes"
+            return errors.INTERNAL_ERROR(why)
         return errors.CLUSTER_UNREACHABLE(self._lost(exc))
 
     async def _erred(self, exc: Exception) -> None:
@@ -306,23 +300,18 @@ Attempt = Callable[[NatsConnection], Awaitable[T]]
 
 
 class Dialer:
-    """Holds the one connection to the servers, and replaces it when it ends.
-
-    ``urls`` are the servers that are known: configured, or announced by one of them. ``patience``
-    is the bound of every call, ``pulse`` the time between two looks at whether a server still
-    answers, both in seconds; a change of servers that takes no longer is not called a loss.
-    """
+    """Holds the one connection to the servers, and replaces it when it ends."""
 
     def __init__(
         self, urls: Sequence[str], name: str, on_link: OnLink, *, patience: float, pulse: float
     ) -> None:
-        # In an order of its own: nodes of one configuration spread over the servers.
+        # Those configured or announced, in an order of its own: nodes spread over the servers.
         self.urls = random.sample(urls, len(urls))
         self._name = name
         self._on_link = on_link
         self.connected = False
-        self.patience = patience
-        self.pulse = pulse
+        self.patience = patience  # seconds: the bound of every call
+        self.pulse = pulse  # seconds between two looks at a server; so short a loss is not reported
         self._connection: NatsConnection | None = None
         self._dialled = asyncio.Event()
         self._why = "no NATS server has been dialled yet"
@@ -347,7 +336,6 @@ class Dialer:
         self._counts_from.pop("proof", None)
 
     async def reach(self) -> NatsConnection:
-        """The connection, as soon as there is one."""
         while True:
             if self._closed:
                 raise errors.CLUSTER_UNREACHABLE("the connection to NATS was closed")
@@ -360,7 +348,6 @@ class Dialer:
 
     async def call(self, attempt: Attempt[T], seconds: float | None = None) -> T:
         """What ``attempt`` returns, tried again over new connections and leaders within the bound.
-
         Only for what may be done twice: a read, or a write with an id that the servers remember.
         Raises ``ClusterUnreachable`` within ``seconds`` (``patience`` by default); whether a write
         has been kept is then not known.
@@ -401,7 +388,6 @@ class Dialer:
             self._weigh()
 
     def clear(self, reason: Hashable) -> None:
-        """The reason does not hold any more."""
         if self._counts_from.pop(reason, None) is not None:
             self._weigh()
 

@@ -28,18 +28,14 @@ from typing import Any, Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.nats.connection import Dialer, Message, NatsConnection
 
-REQUEST_SECONDS: Final = 1.0
-"""What one try may take. The servers answer in milliseconds, unless they have no leader."""
-DUPLICATE_SECONDS: Final = 120
-"""How long the servers know a write's id; longer than any call tries."""
-SILENCE_SECONDS: Final = 1.0
-"""Silence after which the stream is asked whether it has more: a lost message is so late."""
+REQUEST_SECONDS: Final = 1.0  # of one try; servers answer in milliseconds if they have a leader
+DUPLICATE_SECONDS: Final = 120  # the servers know a write's id so long; no call tries longer
+SILENCE_SECONDS: Final = 1.0  # then the stream is asked for more: a lost message is so late
 AGAIN_SECONDS: Final = 0.1
 BATCH_MESSAGES: Final = 500
 BATCH_BYTES: Final = 4 << 20
+# Messages that wait while older ones are read; those beyond are read from the stream like these.
 WAITING_MAX: Final = 10_000
-"""Messages that wait here while older ones are read; those beyond it are dropped here, and read
-from the stream like the older ones."""
 NANOSECONDS: Final = 1_000_000_000
 REPLICAS: Final = 3
 
@@ -74,15 +70,10 @@ def decoded(message: dict[str, Any], field: str) -> bytes:
 
 
 class Stream:
-    """One stream, by the names that ``nats kv`` and ``nats stream`` show.
-
-    Attributes:
-        subjects: what is written to it.
-        sent_on: where the servers send each message on once it is kept.
-        config: what it is made with.
-    """
+    """One stream, by the names that ``nats kv`` and ``nats stream`` show."""
 
     def __init__(self, name: str, subjects: str, sent_on: str, **more: Any) -> None:
+        """``sent_on`` is where the servers send each message on once it is kept."""
         self.name, self.subjects, self.sent_on = name, subjects, sent_on
         self.config = {
             **more,
@@ -100,7 +91,6 @@ class Stream:
         }
 
     def subject(self, key: str) -> str:
-        """The subject of a key of the bucket."""
         return self.subjects.removesuffix(">") + key
 
     async def message(self, connection: NatsConnection, subject: str) -> dict[str, Any] | None:
@@ -116,8 +106,6 @@ class Stream:
 
 
 class Streams:
-    """The two streams of one run."""
-
     def __init__(self, run_id: str) -> None:
         bucket, sent = f"smartsearch-{run_id}", f"smartsearch.{run_id}.sent"
         self.keys = Stream(
@@ -129,17 +117,15 @@ class Streams:
         self._made: dict[str, str] = {}
 
     async def make(self, connection: NatsConnection, servers: int) -> None:
-        """Makes both, or finds them as another node has made them.
-
-        Raises ``ClusterUnreachable`` where the servers cannot now (they may still be coming up),
-        ``ClusterRefused`` where a stream of that name is not one of ours.
+        """Makes both, or finds them as another node has made them. Raises ``ClusterUnreachable``
+        where the servers cannot now (they may still be coming up), ``ClusterRefused`` where a
+        stream of that name is not one of ours.
         """
         for stream in (self.keys, self.answers):
             self._made[stream.name] = await _make(connection, stream, servers)
 
     async def prove(self, connection: NatsConnection) -> None:
         """Checks that both are the streams this node began with, and that they can be written.
-
         Raises ``ClusterUnreachable`` without proof, and only a write proves it: a server without a
         quorum still answers reads. Raises ``ClusterRefused`` where they were made anew, so what the
         nodes had agreed on is gone.
@@ -167,9 +153,8 @@ async def _make(connection: NatsConnection, stream: Stream, servers: int) -> str
         body = {**stream.config, "num_replicas": count}
         answer = await api(connection, subject, body, expected=expected)
         error = answer.get("error", {})
-        alone = error.get("err_code") == NOT_CLUSTERED
         few = error.get("err_code") == NO_PEERS and servers < REPLICAS
-        if not (alone or few):
+        if not few and error.get("err_code") != NOT_CLUSTERED:
             break
     if error and error["err_code"] != OTHER_CONFIGURATION:
         raise errors.CLUSTER_UNREACHABLE(f"JetStream cannot keep the run: {error['description']}")
@@ -183,8 +168,8 @@ async def _make(connection: NatsConnection, stream: Stream, servers: int) -> str
     return str(answer["created"])
 
 
+# Receives a message of a stream: its number, its subject below the stream's, its bytes.
 OnStored = Callable[[int, str, bytes], None]
-"""Receives a message of a stream: its number, its subject below the stream's, its bytes."""
 
 
 class Follower:
@@ -198,7 +183,6 @@ class Follower:
         self._on_stored = on_stored
 
     async def run(self) -> None:
-        """Follows until cancelled."""
         try:
             while True:
                 connection = await self._dialer.reach()
@@ -219,7 +203,6 @@ class Follower:
             await self._moved.wait()
 
     async def _follow(self, connection: NatsConnection) -> None:
-        """Over one connection, until it ends."""
         arrived: asyncio.Queue[Message | None] = asyncio.Queue(WAITING_MAX)
 
         async def on_message(message: Message | None) -> None:
