@@ -7,7 +7,7 @@ import signal
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -33,7 +33,7 @@ def demo(
         ".cache/vital/summaries_en-us.json"
     ),
     port: Annotated[int | None, Option(min=0, max=65535, help="Without it, any.")] = None,
-    question: Annotated[str, Option(help="Asked once, as a rollout asks.")] = (QUESTION),
+    question: Annotated[str, Option(help="Asked once, as a rollout asks.")] = QUESTION,
     once: Annotated[
         bool, Option("--once", help="Stop after the example instead of serving on.")
     ] = False,
@@ -47,10 +47,8 @@ def demo(
             "configuration with --config"
         )
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-    overrides: dict[str, Any] = {"run.directory": str(Path("runs") / f"demo-{stamp}")}
-    if port is not None:
-        overrides["server.port"] = port
-    loaded = load(config, overrides=overrides)
+    directory = Path("runs") / f"demo-{stamp}"
+    loaded = load(config, overrides={"run.directory": directory, "server.port": port})
     if loaded.retrieval.bm25.index is not None:
         build_if_missing(corpus, loaded.retrieval.bm25.index)
 

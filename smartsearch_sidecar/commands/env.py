@@ -60,13 +60,6 @@ class Census:
         return [one.sha256 for one in self.environments if one.serves]
 
 
-def _digest(text: str, row: int) -> str:
-    try:
-        return environment_digest(text)
-    except UnicodeEncodeError:
-        raise errors.USAGE(f"row {row}: its environment has no UTF-8 form") from None
-
-
 @app.command("digest")
 def digest(
     dataset: Annotated[
@@ -105,7 +98,7 @@ def take(dataset: Path) -> Census:
                 without += 1
                 continue
             if text not in by_text:
-                digest = _digest(text, rows)
+                digest = environment_digest(text)
                 by_text[text] = by_digest.setdefault(digest, Environment(digest, text))
             if len(by_text) > ENVIRONMENTS_MAX:
                 raise errors.USAGE(
@@ -113,6 +106,8 @@ def take(dataset: Path) -> Census:
                     "this dataset has one per row, and the sidecar serves wikipedia_search alone"
                 )
             by_text[text].rows += 1
+    except UnicodeEncodeError:
+        raise errors.USAGE(f"row {rows}: its environment has no UTF-8 form") from None
     except OSError as error:
         raise errors.USAGE(f"{dataset} cannot be read: {error.strerror or error}") from None
     ordered = sorted(by_digest.values(), key=lambda one: (-one.rows, one.sha256))

@@ -25,7 +25,7 @@ from smartsearch_sidecar.client import ENDPOINTS_VARIABLE
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.config.loading import env_name
 from smartsearch_sidecar.config.model import FIELDS
-from smartsearch_sidecar.doctor.loopback import export_line
+from smartsearch_sidecar.doctor.machine import export_line
 from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 

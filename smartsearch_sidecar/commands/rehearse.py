@@ -31,12 +31,14 @@ from smartsearch_sidecar.load_test.client_worker import (
     Workload,
     ask,
 )
-from smartsearch_sidecar.load_test.processes import play, scratch_sidecar, scratch_text
-from smartsearch_sidecar.load_test.report import (
+from smartsearch_sidecar.load_test.processes import (
     CallStats,
     LoadTestResult,
     as_json,
+    play,
     reasons,
+    scratch_sidecar,
+    scratch_text,
     suggestions,
 )
 

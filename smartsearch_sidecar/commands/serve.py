@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -35,12 +35,7 @@ def serve(
     """
     from smartsearch_sidecar.process import daemon
 
-    overrides: dict[str, Any] = {}
-    if run_dir is not None:
-        overrides["run.directory"] = str(run_dir)
-    if port is not None:
-        overrides["server.port"] = port
-    loaded = load(config, overrides=overrides)
+    loaded = load(config, overrides={"run.directory": run_dir, "server.port": port})
     served: list[Service] = []
 
     def ready(endpoints: Endpoints, service: Service) -> None:

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N
-from smartsearch_sidecar.doctor import loopback, machine
-from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
+from smartsearch_sidecar.doctor import machine
+from smartsearch_sidecar.doctor.machine import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
@@ -68,7 +68,7 @@ def examine(
         ok("configuration", f"profile {config.profile}, provider {config.retrieval.provider}"),
         *machine.check_ports(config),
         *machine.check_room(config, options.ranks),
-        loopback.check_proxies(environ, server.host, server.port or 80),
+        machine.check_proxies(environ, server.host, server.port or 80),
         machine.check_descriptors(config, options.ranks),
         machine.check_user(os.geteuid(), options.trainer_uid),
         machine.check_directory(config.run.directory),

@@ -9,10 +9,12 @@ connections, provider, ``run.closed``, writer, files.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +35,6 @@ from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.process import logs
 from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.retrieval.provider import (
@@ -62,6 +63,7 @@ EXIT_LATCHED = 4
 
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
+MASK = "[capability]"
 
 OnReady = Callable[[Endpoints, Service], None]
 
@@ -363,25 +365,70 @@ def _capability(given: SecretStr | None) -> str:
     return secrets.token_urlsafe(32) if given is None else given.get_secret_value()
 
 
+# --- the log --------------------------------------------------------------------------------------
+#
+# Structured, on standard error, from ours and every library's loggers. This package logs no
+# capability: the mask is for a library that quotes a request, and a traceback that shows a path.
+
+
+class _Masked(structlog.stdlib.ProcessorFormatter):
+    """Masks secrets in the finished line, in any field."""
+
+    secrets: tuple[str, ...] = ()
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        for secret in self.secrets:
+            line = line.replace(secret, MASK)
+        return line
+
+
+def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:
+    """Sets up every logger of the process: one JSON object a line, or readable text if ``pretty``.
+
+    ``secrets`` are masked in each line.
+    """
+    shared: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if pretty:
+        renderer = structlog.dev.ConsoleRenderer(colors=False)
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    formatter = _Masked(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+    )
+    formatter.secrets = tuple(secrets)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
 def serve_until_stopped(
     config: Config,
     *,
     resume: bool = False,
     progress: Progress | None = None,
     on_ready: OnReady | None = None,
-    on_built: Callable[[Daemon], None] | None = None,
     pretty_logs: bool = False,
 ) -> int:
-    """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code.
-
-    ``on_built`` is handed the daemon before it serves (to stop it); ``on_ready`` what it serves.
-    """
+    """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code."""
 
     async def main() -> int:
         daemon = Daemon(config, resume=resume, progress=progress, on_ready=on_ready)
-        if on_built is not None:
-            on_built(daemon)
-        logs.configure(daemon.secrets, pretty=pretty_logs)
+        configure_logs(daemon.secrets, pretty=pretty_logs)
         raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
