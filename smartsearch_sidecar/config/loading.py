@@ -139,11 +139,14 @@ def load(
     else:
         if not given.problems:
             return config
-    raise errors.CONFIG_INVALID(_joined(given.problems))
+    sentences = given.problems
+    if len(sentences) == 1:
+        raise errors.CONFIG_INVALID(sentences[0])
+    lines = "".join(f"\n  {sentence}" for sentence in sentences)
+    raise errors.CONFIG_INVALID(f"The configuration has {len(sentences)} problems:{lines}")
 
 
 def _read_secrets(given: Given) -> None:
-    """Adds the secrets of the files that ``…_file`` keys name."""
     for key in SECRETS_WITH_FILES:
         setting = given.settings.get(f"{key}_file")
         if setting is None or not isinstance(path := setting.path(), Path):
@@ -258,7 +261,6 @@ def _read_words(kind: Any, words: str) -> Any:
 
 
 def env_name(key: str) -> str:
-    """The environment variable that sets a key."""
     return ENV_PREFIX + key.upper().replace(".", "__")
 
 
@@ -324,14 +326,6 @@ def _refusals(failure: ValidationError, settings: Mapping[str, Setting]) -> list
         sentence = f"{key} is missing: use {allowed(key)}."
         sentences[sentence if missing else not_allowed(key, problem["input"], source)] = None
     return list(sentences)
-
-
-def _joined(sentences: list[str]) -> str:
-    """One sentence as it is; several as a list, each on its own line."""
-    if len(sentences) == 1:
-        return sentences[0]
-    lines = "".join(f"\n  {sentence}" for sentence in sentences)
-    return f"The configuration has {len(sentences)} problems:{lines}"
 
 
 def _at(source: str) -> str:

@@ -200,9 +200,7 @@ class RunSection(Section):
     def needed_directory(self) -> Path:
         """``directory``, or a ``ConfigError`` that says how to name it."""
         if self.directory is None:
-            raise errors.CONFIG_INVALID(
-                "run.directory is not set: name it there or with --run-dir."
-            )
+            raise errors.CONFIG_INVALID("run.directory is not set: name it, or pass --run-dir")
         return self.directory
 
 

@@ -137,7 +137,6 @@ def _canaries(config: Config) -> Finding:
 
 
 async def _search(guard: Guard, config: Config, question: str) -> Found:
-    """One search within the deadline of a rollout's."""
     seconds = config.execute.deadline_seconds
     deadline = asyncio.get_running_loop().time() + seconds
     try:
@@ -260,17 +259,14 @@ async def _check_helper(config: Config, *, trial_call: bool) -> list[Finding]:
         shown = "" if identity["shown"] else "; the server shows nothing to check it by"
         findings.append(ok("helper", f"{section.kind} serves {section.model}{shown}"))
         if trial_call:
-            findings.append(await _trial(helper, config.reward.seed))
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            usage = (await helper.ask(TRIAL_PROMPT, seed=config.reward.seed)).usage
+            tokens = f"{usage.input_tokens} tokens in, {usage.output_tokens} out"
+            told = f"answered in {loop.time() - began:.1f} s, {tokens}"
+            findings.append(ok("trial call", told))
     except errors.HelperFault as exc:
         findings.append(error("trial call" if findings else "helper", exc.message))
     finally:
         await helper.close()
     return findings
-
-
-async def _trial(helper: HelperClient, seed: int) -> Finding:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    usage = (await helper.ask(TRIAL_PROMPT, seed=seed)).usage
-    tokens = f"{usage.input_tokens} tokens in, {usage.output_tokens} out"
-    return ok("trial call", f"answered in {loop.time() - began:.1f} s, {tokens}")

@@ -216,7 +216,6 @@ def _ends(host: str, name: str) -> bool:
 
 
 def _covers(name: str, address: str) -> bool:
-    """Whether ``name`` is a network that holds the address."""
     try:
         return "/" in name and ipaddress.ip_address(address) in ipaddress.ip_network(name, False)
     except ValueError:

@@ -87,10 +87,8 @@ def _environ() -> dict[str, str]:
 def scratch_sidecar(config: Path, run: Path) -> Iterator[Endpoints]:
     """A ready sidecar with its ledger in ``run``; stopped at the end.
 
-    Waits as long as verifying the index takes.
-
-    Raises:
-        errors.UsageError: it does not start; the message holds the sidecar's own sentence.
+    Waits as long as verifying the index takes. Raises ``UsageError`` with the sidecar's own
+    sentence where it does not start.
     """
     log: deque[str] = deque(maxlen=_LOG_LINES)
     with subprocess.Popen(  # noqa: S603 - this very program, with paths of our own
@@ -137,13 +135,11 @@ class CallStats:
     seconds: list[float] = field(default_factory=list)
 
     def add(self, outcome: str, seconds: float) -> None:
-        """Counts one call that ended."""
         self.outcomes[outcome] += 1
         self.seconds.append(seconds)
 
     @property
     def calls(self) -> int:
-        """How many calls ended, in any way."""
         return len(self.seconds)
 
     @property
@@ -184,14 +180,9 @@ class CallStats:
 def play(workloads: list[Workload], stats: CallStats, look: Callable[[float], None]) -> None:
     """Runs each workload in a process of its own; all begin together, and no process stays behind.
 
-    Args:
-        workloads: one a rank; all have the same ``seconds``.
-        stats: grows while the ranks call.
-        look: called again and again while they call, with the seconds since they began.
-
-    Raises:
-        errors.UsageError: a rank did not start, failed, or needs longer than its ``seconds`` and
-            the timeout of its last calls.
+    ``stats`` grows, and ``look`` is called again and again with the seconds since the ranks began.
+    Raises ``UsageError`` where a rank did not start, failed, or needs longer than its ``seconds``
+    (the same for all) and the timeout of its last calls.
     """
     lock = threading.Lock()
 
@@ -260,14 +251,8 @@ def _wait(readers: list[threading.Thread], seconds: float, look: Callable[[float
 class LoadTestResult:
     """A load test that ended.
 
-    Attributes:
-        ranks: client processes, eight calls each.
-        took_seconds: for how long they called.
-        unloaded_seconds: one search at a time, connection included: the median.
-        most_waiting: the most requests that waited for a slot at once.
-        state: what ``/health`` says of the scratch sidecar at the end.
-        cause: of a failed one, its code and detail.
-        cache: counters of the answer cache.
+    ``unloaded_seconds`` is the median of searches one at a time, connection included; ``state`` is
+    what ``/health`` says at the end, and ``cause`` the code and detail of a failure.
     """
 
     ranks: int
@@ -282,12 +267,10 @@ class LoadTestResult:
 
     @property
     def calls_at_once(self) -> int:
-        """Calls under way at the same time."""
         return self.ranks * THREADS_PER_RANK
 
     @property
     def rate(self) -> float:
-        """Calls that ended, per second."""
         return self.stats.calls / self.took_seconds
 
 
