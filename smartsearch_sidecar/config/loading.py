@@ -108,17 +108,11 @@ def load(
 ) -> Config:
     """Reads, completes and checks a configuration.
 
-    Relative paths start at the file's folder where the file says them, else at the working
-    directory.
+    Relative paths start at the folder of ``path`` where that file says them, else at the working
+    directory. ``overrides`` are dotted keys from the command line (``{"server.port": 0}``); the
+    value ``None`` means that the flag was not given. ``environ`` is ``os.environ`` unless given.
 
-    Args:
-        path: a TOML file, or ``None`` for a configuration without a file.
-        overrides: dotted keys from the command line (``{"server.port": 0}``); the value ``None``
-            means that the flag was not given.
-        environ: ``os.environ`` unless given.
-
-    Raises:
-        errors.ConfigError: one sentence for each thing that is wrong.
+    Raises ``ConfigError`` with one sentence for each thing that is wrong.
     """
     here = Path.cwd()
     given = Given()

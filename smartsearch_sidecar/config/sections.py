@@ -48,10 +48,8 @@ class Preset:
     many_nodes: Any = None
 
     def value(self, profile: object, nodes: object) -> Any:
-        """The default in ``profile`` and a run of ``nodes`` trainer nodes.
-
-        An invalid profile or number presets as ``training`` on one node does: validation refuses
-        it with everything else that is wrong.
+        """The default. An invalid profile or number of nodes presets as ``training`` on one node
+        does: validation refuses it with everything else that is wrong.
         """
         if profile == "reference":
             return self.reference

@@ -153,13 +153,21 @@ async def _known(guard: Guard, config: Config, options: Options) -> Finding:
     that is given. Without a question, one is made of a passage's own words.
     """
     if options.question is not None:
-        found = (await _search(guard, config, options.question)).documents()
-        return _answered(options.question, found, options.passage)
+        answer = (await _search(guard, config, options.question)).documents()
+        return _answered(options.question, answer, options.passage)
     for stock in MEASURED:
         for document in (await _search(guard, config, stock)).documents():
             words = " ".join(document["contents"].split()[:_WORDS_KEPT])
-            others = (await _search(guard, config, words)).documents()
-            return _finds_itself(document, [other["id"] for other in others])
+            found = [other["id"] for other in (await _search(guard, config, words)).documents()]
+            if document["id"] in found:
+                rank = found.index(document["id"]) + 1
+                return ok(_KNOWN, f"the first words of a passage find it at rank {rank}")
+            return error(
+                _KNOWN,
+                f"passage {document['id'][:40]!r} is not found by its own first words",
+                "the index is not of this corpus, or the retriever does not search by text: pass a "
+                "question with --question",
+            )
     return error(
         _KNOWN,
         "plain questions find no passage at all: the corpus is empty, or of another language",
@@ -181,18 +189,6 @@ def _answered(question: str, documents: list[dict[str, str]], passage: str | Non
         _KNOWN,
         f"{asked} finds {len(documents)} passages, none with {passage[:60]!r}",
         "is this the corpus the run is to search, and the index of it?",
-    )
-
-
-def _finds_itself(document: dict[str, str], found: list[str]) -> Finding:
-    if document["id"] in found:
-        rank = found.index(document["id"]) + 1
-        return ok(_KNOWN, f"the first words of a passage find it at rank {rank}")
-    return error(
-        _KNOWN,
-        f"passage {document['id'][:40]!r} is not found by its own first words",
-        "the index is not of this corpus, or the retriever does not search by text: pass a "
-        "question with --question",
     )
 
 

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,33 +93,29 @@ class Parts:
         await self.service.retrieval.close()
 
 
+@dataclass(eq=False, repr=False)
 class Daemon:
-    """One served run."""
+    """One served run. Raises ``ConfigError`` without a run directory.
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        disk: Disk | None = None,
-        provider: Provider | None = None,
-        resume: bool = False,
-        progress: Progress | None = None,
-        on_ready: OnReady | None = None,
-        connect: Connect | None = None,
-    ) -> None:
-        """``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test
-        or a program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an
-        existing directory.
+    ``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test or a
+    program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an existing
+    directory.
+    """
 
-        Raises ``ConfigError`` without a run directory.
-        """
-        self.config = config
-        self.files = RunFiles(config.run.needed_directory(), disk=disk, sync=config.ledger.sync)
-        self._provider = provider
-        self._resume = resume
-        self._progress = progress
-        self._on_ready = on_ready
-        self._connect = connect
+    config: Config
+    _: KW_ONLY
+    disk: Disk | None = None
+    provider: Provider | None = None
+    resume: bool = False
+    progress: Progress | None = None
+    on_ready: OnReady | None = None
+    connect: Connect | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.files = RunFiles(
+            config.run.needed_directory(), disk=self.disk, sync=config.ledger.sync
+        )
         self._log = structlog.get_logger("daemon")
         self._stop = asyncio.Event()
         self.port: int | None = None
@@ -157,7 +153,7 @@ class Daemon:
             # Listening first: reading a long history or a large index must not silence `/livez`.
             port = await self._listen()
             found = await asyncio.to_thread(
-                take_directory, self.files, resume=self._resume, progress=self._progress
+                take_directory, self.files, resume=self.resume, progress=self.progress
             )
             try:
                 parts = await self._assemble(found)
@@ -194,8 +190,8 @@ class Daemon:
                 "no client could find the run, so it is not served"
             ) from None
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
-        if self._on_ready is not None:
-            self._on_ready(endpoints, parts.service)
+        if self.on_ready is not None:
+            self.on_ready(endpoints, parts.service)
         await self._stop.wait()
         await self._wind_down(parts)
         return EXIT_LATCHED if parts.run.state.closed else EXIT_FINE
@@ -237,7 +233,7 @@ class Daemon:
         named error with a sentence for the operator.
         """
         config, files = self.config, self.files
-        opened = self._provider or await open_configured(config, self._progress)
+        opened = self.provider or await open_configured(config, self.progress)
         rewards: Rewards | None = None
         cluster_run: ClusterRun | None = None
         try:
@@ -258,7 +254,7 @@ class Daemon:
             if config.cluster is not None:
                 from smartsearch_sidecar.gate.cluster import ClusterRun
 
-                cluster_run = await ClusterRun.reach(config, self._connect)
+                cluster_run = await ClusterRun.reach(config, self.connect)
             if config.reward.enabled:
                 from smartsearch_sidecar.scoring.build import open_rewards
 
