@@ -139,9 +139,11 @@ class OutboundHttp:
 
         Raises:
             ExchangeFailed: there is no usable answer.
-            InvariantBroken: the pool is closed.
+            InvariantBroken: there is no pool: not yet, or no longer.
         """
-        session = self.pool()
+        session = self._session
+        if session is None:
+            raise errors.INTERNAL_ERROR("a service was asked while its client had no pool")
         reached = _Reached()
         try:
             async with asyncio.timeout_at(until):

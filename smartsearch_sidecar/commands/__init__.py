@@ -16,7 +16,6 @@ from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.commands import (
     canaries,
     check,
-    demo,
     doctor,
     env,
     index,
@@ -59,7 +58,7 @@ def _root(
 
 
 for command in (
-    *(serve.serve, demo.demo, init.init, doctor.doctor, rehearse.rehearse),
+    *(serve.serve, serve.demo, init.init, doctor.doctor, rehearse.rehearse),
     *(check.url, check.check, check.checkpoint, check.latch),
 ):
     app.command()(command)

@@ -45,7 +45,6 @@ def record_command(
 
 
 def read_questions(path: Path) -> list[str]:
-    """The lines of a file that are not blank."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as exc:

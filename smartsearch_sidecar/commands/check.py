@@ -16,7 +16,7 @@ from smartsearch_sidecar.errors import GOING_ON, remedy
 RunDir = Annotated[
     Path | None,
     Option(
-        help=f"The served run's directory; without it {ENDPOINTS_VARIABLE} names endpoints.json.",
+        help=f"The served run's directory; without it {ENDPOINTS_VARIABLE} names endpoints.json."
     ),
 ]
 

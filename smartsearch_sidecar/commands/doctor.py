@@ -16,7 +16,7 @@ from typer import Option
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import load
-from smartsearch_sidecar.doctor.findings import Finding, Level, error
+from smartsearch_sidecar.doctor.machine import Finding, Level, error
 
 MOUNTS = Path("/proc/self/mounts")
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red"}
@@ -49,10 +49,9 @@ def doctor(
         raise errors.USAGE("--passage says what --question must find: pass both")
     if not config.is_file():
         raise errors.USAGE(f"there is no configuration at {config}: `init` writes one")
-    overrides = {} if run_dir is None else {"run.directory": str(run_dir)}
     options = Options(ranks, question, passage, trial_call, trainer_uid)
     try:
-        loaded = load(config, overrides=overrides)
+        loaded = load(config, overrides={"run.directory": run_dir})
     except errors.ConfigError as exc:
         findings = [error("configuration", exc.message)]
     else:

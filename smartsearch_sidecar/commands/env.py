@@ -6,6 +6,7 @@ An unmodified dataset carries its environment as Python source, in ``extra_info.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ import typer
 from typer import Argument, Option
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.commands.dataset import is_parquet, parquet_rows
 from smartsearch_sidecar.contract.execute import environment_digest
 from smartsearch_sidecar.ledger.describe import printable
 
@@ -29,6 +29,8 @@ ENVIRONMENTS_MAX: Final = 10_000
 SHOWN: Final = 20
 """Texts shown without ``--all``."""
 
+_MAGIC: Final = b"PAR1"
+_BATCH_ROWS: Final = 1024
 _DEFINES: Final = re.compile(r"^(?:async )?def wikipedia_search\(", re.MULTILINE)
 
 
@@ -56,15 +58,7 @@ class Census:
 
     @property
     def accepted(self) -> list[str]:
-        """The digests of those that the sidecar serves."""
         return [one.sha256 for one in self.environments if one.serves]
-
-
-def _digest(text: str, row: int) -> str:
-    try:
-        return environment_digest(text)
-    except UnicodeEncodeError:
-        raise errors.USAGE(f"row {row}: its environment has no UTF-8 form") from None
 
 
 @app.command("digest")
@@ -105,7 +99,7 @@ def take(dataset: Path) -> Census:
                 without += 1
                 continue
             if text not in by_text:
-                digest = _digest(text, rows)
+                digest = environment_digest(text)
                 by_text[text] = by_digest.setdefault(digest, Environment(digest, text))
             if len(by_text) > ENVIRONMENTS_MAX:
                 raise errors.USAGE(
@@ -113,6 +107,8 @@ def take(dataset: Path) -> Census:
                     "this dataset has one per row, and the sidecar serves wikipedia_search alone"
                 )
             by_text[text].rows += 1
+    except UnicodeEncodeError:
+        raise errors.USAGE(f"row {rows}: its environment has no UTF-8 form") from None
     except OSError as error:
         raise errors.USAGE(f"{dataset} cannot be read: {error.strerror or error}") from None
     ordered = sorted(by_digest.values(), key=lambda one: (-one.rows, one.sha256))
@@ -143,6 +139,37 @@ def _jsonl(dataset: Path) -> Iterator[Mapping[str, Any]]:
                     "or has one object a line"
                 )
             yield row
+
+
+# --- rows of the trainer's Parquet files ----------------------------------------------------------
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins as Parquet does. Raises ``OSError`` where it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def parquet_rows(path: Path, columns: list[str]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a Parquet file, batch by batch, so that memory does not grow with the file.
+
+    A row lacks the ``columns`` that the file does not have. Raises ``NotAvailable`` without
+    pyarrow, ``UsageError`` for a damaged file.
+    """
+    try:
+        arrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise errors.NOT_AVAILABLE(
+            f"{path} is a Parquet file and pyarrow is not installed: install "
+            "smartsearch-sidecar[parquet], or name a JSONL file"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+                yield from batch.to_pylist()
+    except (ValueError, arrow.ArrowException) as exc:
+        raise errors.USAGE(f"{path} is a damaged Parquet file ({type(exc).__name__})") from None
 
 
 # --- words ----------------------------------------------------------------------------------------

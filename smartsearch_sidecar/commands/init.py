@@ -25,7 +25,7 @@ from smartsearch_sidecar.client import ENDPOINTS_VARIABLE
 from smartsearch_sidecar.config import load
 from smartsearch_sidecar.config.loading import env_name
 from smartsearch_sidecar.config.model import FIELDS
-from smartsearch_sidecar.doctor.loopback import export_line
+from smartsearch_sidecar.doctor.machine import export_line
 from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
 
@@ -68,7 +68,6 @@ class Plan:
 
     @property
     def trained(self) -> int:
-        """Rollouts of the whole run."""
         return self.steps * self.questions * self.rollouts
 
     @property
@@ -252,7 +251,6 @@ def _reward_quotas(rollouts: int, searches: int) -> dict[str, int]:
 
 
 def _arithmetic(plan: Plan) -> Iterator[str]:
-    """The calculation of each quota, a line each."""
     sizes, trained = sized(plan), f"{plan.trained:,}"
     places = plan.ranks * THREADS_PER_RANK - SLOTS
     nodes = f" / {plan.nodes} nodes" if plan.nodes > 1 and plan.nats_url is None else ""
@@ -302,7 +300,7 @@ def _text(plan: Plan, index: Path | None, port: int) -> str:
         directory = "# directory: each node's own, on its own disk; `--run-dir` names it"
         # Enforced, as each node knows the answers of all: it finds a block that no node gave.
         provenance = 'provenance = "enforce"\n'
-        cluster = _cluster(plan.nats_url, plan.run_id, sizes.lease_block)
+        cluster = _cluster(plan, sizes)
     return f"""\
 # Written by `smartsearch-sidecar init`. Every key: config/README.md of the sidecar.
 #
@@ -348,14 +346,14 @@ enabled = false  # true once the lines with marks below are filled in
 """
 
 
-def _cluster(nats_url: str, run_id: str | None, lease_block: int) -> str:
+def _cluster(plan: Plan, sizes: Sizes) -> str:
     return f"""\
 # One run over all nodes: every quota in this file is the run's, and nodes lease from it in blocks.
 # Another run needs another run_id, as it needs another directory.
 [cluster]
-{tomli_w.dumps({"nats_url": nats_url}).rstrip()}  # may hold a password: this file is 0600
-run_id = "{run_id}"  # or {env_name("cluster.run_id")}
-lease_block = {lease_block}
+{tomli_w.dumps({"nats_url": plan.nats_url}).rstrip()}  # may hold a password: this file is 0600
+run_id = "{plan.run_id}"  # or {env_name("cluster.run_id")}
+lease_block = {sizes.lease_block}
 # node: each node's own name. Set {NODE_VARIABLE} where the node is started.
 
 """
@@ -374,21 +372,6 @@ def _next(folder: Path, index: Path | None, plan: Plan, host: str) -> Iterator[s
     yield f"  {name}smartsearch-sidecar rehearse --config {config} --ranks {plan.ranks}"
     if not plan.nats_url:
         yield f"  smartsearch-sidecar serve --config {config} --resume"
-    yield from _on_every_node(config, plan)
-    yield ""
-    yield "Where the trainer (Ray) is started:"
-    yield f"  export {ENDPOINTS_VARIABLE}={run}/endpoints.json"
-    yield f"  {export_line({}, host)}"
-    yield "In its command line, with rewards by the sidecar (the URL then appears in no log):"
-    yield "  actor_rollout_ref.rollout.sandbox_url=sidecar \\"
-    yield f"  custom_reward_function.path={shlex.quote(str(REWARD_FILE))} \\"
-    yield "  custom_reward_function.name=compute_score reward_model.reward_manager=re_call"
-    yield "or with searches alone (the URL is then in the trainer's logs and trackers):"
-    yield (f'  actor_rollout_ref.rollout.sandbox_url="$(smartsearch-sidecar url --run-dir {run})"')
-
-
-def _on_every_node(config: str, plan: Plan) -> Iterator[str]:
-    """The lines for a run of several nodes; no line where there is one node."""
     if plan.nats_url:
         yield ""
         yield f"On each of the {plan.nodes} nodes, from this folder or a copy of it (modes kept),"
@@ -406,3 +389,13 @@ def _on_every_node(config: str, plan: Plan) -> Iterator[str]:
             "(one sandbox_url serves all), and an internal capability of each node's own."
         )
         yield "Each node then has its share and its own verdict; --nats makes one run of them."
+    yield ""
+    yield "Where the trainer (Ray) is started:"
+    yield f"  export {ENDPOINTS_VARIABLE}={run}/endpoints.json"
+    yield f"  {export_line({}, host)}"
+    yield "In its command line, with rewards by the sidecar (the URL then appears in no log):"
+    yield "  actor_rollout_ref.rollout.sandbox_url=sidecar \\"
+    yield f"  custom_reward_function.path={shlex.quote(str(REWARD_FILE))} \\"
+    yield "  custom_reward_function.name=compute_score reward_model.reward_manager=re_call"
+    yield "or with searches alone (the URL is then in the trainer's logs and trackers):"
+    yield f'  actor_rollout_ref.rollout.sandbox_url="$(smartsearch-sidecar url --run-dir {run})"'

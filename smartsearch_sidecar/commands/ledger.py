@@ -85,7 +85,10 @@ def verify(
     The receipt of a run of many nodes holds where every node's directory is given with it.
     A run that is being served may be verified; only then may its last line be incomplete.
     """
-    given = None if receipt is None else CheckpointReceipt.parse(_receipt(receipt))
+    try:
+        given = None if receipt is None else CheckpointReceipt.parse(receipt.read_bytes())
+    except OSError as exc:
+        raise errors.USAGE(f"receipt {receipt} cannot be read: {exc.strerror or exc}") from None
     all_found = []
     for run in runs:
         with verification("verifying the ledger") as progress:
@@ -114,13 +117,6 @@ def verify(
             )
             console.print(Text("not proven: ", style="bold red").append(text, "default"))
     raise typer.Exit(0 if ok else 1)
-
-
-def _receipt(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as exc:
-        raise errors.USAGE(f"receipt {path} cannot be read: {exc.strerror or exc}") from None
 
 
 def _report(found: Verification, receipt: CheckpointReceipt | None) -> Iterator[Text]:

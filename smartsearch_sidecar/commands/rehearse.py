@@ -21,7 +21,7 @@ from typer import Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client
-from smartsearch_sidecar.commands.dataset import is_parquet, parquet_rows
+from smartsearch_sidecar.commands.env import is_parquet, parquet_rows
 from smartsearch_sidecar.commands.progress import plain_lines
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.load_test.client_worker import (
@@ -31,12 +31,14 @@ from smartsearch_sidecar.load_test.client_worker import (
     Workload,
     ask,
 )
-from smartsearch_sidecar.load_test.processes import play, scratch_sidecar, scratch_text
-from smartsearch_sidecar.load_test.report import (
+from smartsearch_sidecar.load_test.processes import (
     CallStats,
     LoadTestResult,
     as_json,
+    play,
     reasons,
+    scratch_sidecar,
+    scratch_text,
     suggestions,
 )
 
@@ -67,7 +69,10 @@ def rehearse(
     the test could not run.
     """
     loaded = load(config)
-    found = _named(loaded, questions)  # read before anything is started
+    references = loaded.reward.references
+    path = questions or references.train or references.validation
+    # Read before anything is started.
+    found = None if path is None else (questions_of_file(path), str(path))
     with _folder(loaded) as folder:
         result, source = _run(loaded, Path(folder), ranks, seconds, found)
     why = reasons(result, loaded)
@@ -258,10 +263,3 @@ def questions_of_corpus(client: Client, config: Config) -> list[str]:
             "--questions"
         )
     return list(found)[:QUESTIONS_MAX]
-
-
-def _named(config: Config, given: Path | None) -> tuple[list[str], str] | None:
-    """Questions and path of the given file, else of a split's references; ``None`` without one."""
-    references = config.reward.references
-    path = given or references.train or references.validation
-    return None if path is None else (questions_of_file(path), str(path))

@@ -1,22 +1,35 @@
-"""``serve``: one run, until SIGTERM or Ctrl-C."""
+"""``serve``: one run, until SIGTERM or Ctrl-C. ``demo``, which ``make run`` starts, does it all:
+index if missing, daemon, one question, both URLs, serve.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 from typer import Option
 
-from smartsearch_sidecar.client import Endpoints
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.client import Client, Endpoints
+from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
-from smartsearch_sidecar.config import load
+from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.errors import GOING_ON, remedy
 from smartsearch_sidecar.run.record import Cause
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.search.service import Service
+
+QUESTION = "Who discovered penicillin?"
 
 
 def serve(
@@ -35,12 +48,7 @@ def serve(
     """
     from smartsearch_sidecar.process import daemon
 
-    overrides: dict[str, Any] = {}
-    if run_dir is not None:
-        overrides["run.directory"] = str(run_dir)
-    if port is not None:
-        overrides["server.port"] = port
-    loaded = load(config, overrides=overrides)
+    loaded = load(config, overrides={"run.directory": run_dir, "server.port": port})
     served: list[Service] = []
 
     def ready(endpoints: Endpoints, service: Service) -> None:
@@ -66,3 +74,74 @@ def _print_failed(cause: Cause | None) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+def demo(
+    config: Annotated[Path, Option(help="The demo's configuration.")] = Path("config/demo.toml"),
+    corpus: Annotated[Path, Option(help="The vital articles, fetched by make setup.")] = Path(
+        ".cache/vital/summaries_en-us.json"
+    ),
+    port: Annotated[int | None, Option(min=0, max=65535, help="Without it, any.")] = None,
+    question: Annotated[str, Option(help="Asked once, as a rollout asks.")] = QUESTION,
+    once: Annotated[
+        bool, Option("--once", help="Stop after the example instead of serving on.")
+    ] = False,
+) -> None:
+    """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
+    from smartsearch_sidecar.process import daemon
+
+    if not config.is_file():
+        raise errors.USAGE(
+            f"there is no {config} here: start the demo in the repository (`make run`), or name a "
+            "configuration with --config"
+        )
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    directory = Path("runs") / f"demo-{stamp}"
+    loaded = load(config, overrides={"run.directory": directory, "server.port": port})
+    if loaded.retrieval.bm25.index is not None:
+        build_if_missing(corpus, loaded.retrieval.bm25.index)
+
+    failures: list[errors.SidecarError] = []
+
+    def ready(endpoints: Endpoints, _service: Service) -> None:
+        # The question goes over HTTP, as a rollout's does; the loop's thread must not wait for it.
+        def ask() -> None:
+            try:
+                _show(loaded, endpoints, question)
+            except errors.SidecarError as exc:
+                failures.append(exc)
+            if once or failures:
+                os.kill(os.getpid(), signal.SIGTERM)  # the daemon's own handler stops it in order
+
+        threading.Thread(target=ask, name="demo-question", daemon=True).start()
+
+    with verification() as progress:
+        code = daemon.serve_until_stopped(
+            loaded, progress=progress, on_ready=ready, pretty_logs=True
+        )
+    if failures:
+        raise failures[0]
+    raise typer.Exit(code)
+
+
+def _show(config: Config, endpoints: Endpoints, question: str) -> None:
+    answer = Client(endpoints.sandbox_url).execute(question, config.execute.environment)
+    if answer.status != 200:
+        raise errors.INTERNAL_ERROR(
+            f"the example question was refused: {answer.value['error']['message']}"
+        )
+    console = Console()
+    console.print()
+    console.print(Text("A rollout asks: ", style="dim").append(question, style="bold"))
+    for position, passage in enumerate(answer.value["result"].split("\n\n"), 1):
+        title, _, text = passage.partition("\n")
+        console.print(Panel(Text(text), title=Text(f"{position}. {title}"), title_align="left"))
+    console.print("[green]Recorded before it was answered[/], and ready for more:")
+    # Plain prints: a terminal that wraps a URL must not break it for copying.
+    print(f"  sandbox_url  (rollouts)           {endpoints.sandbox_url}")
+    print(f"  internal_url (trainer, operator)  {endpoints.internal_url}")
+    print(f"  ledger                            {config.run.directory}")
+    print("Ctrl-C stops it.", flush=True)

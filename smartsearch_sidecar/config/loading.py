@@ -108,17 +108,11 @@ def load(
 ) -> Config:
     """Reads, completes and checks a configuration.
 
-    Relative paths start at the file's folder where the file says them, else at the working
-    directory.
+    Relative paths start at the folder of ``path`` where that file says them, else at the working
+    directory. ``overrides`` are dotted keys from the command line (``{"server.port": 0}``); the
+    value ``None`` means that the flag was not given. ``environ`` is ``os.environ`` unless given.
 
-    Args:
-        path: a TOML file, or ``None`` for a configuration without a file.
-        overrides: dotted keys from the command line (``{"server.port": 0}``); the value ``None``
-            means that the flag was not given.
-        environ: ``os.environ`` unless given.
-
-    Raises:
-        errors.ConfigError: one sentence for each thing that is wrong.
+    Raises ``ConfigError`` with one sentence for each thing that is wrong.
     """
     here = Path.cwd()
     given = Given()
@@ -139,11 +133,14 @@ def load(
     else:
         if not given.problems:
             return config
-    raise errors.CONFIG_INVALID(_joined(given.problems))
+    sentences = given.problems
+    if len(sentences) == 1:
+        raise errors.CONFIG_INVALID(sentences[0])
+    lines = "".join(f"\n  {sentence}" for sentence in sentences)
+    raise errors.CONFIG_INVALID(f"The configuration has {len(sentences)} problems:{lines}")
 
 
 def _read_secrets(given: Given) -> None:
-    """Adds the secrets of the files that ``…_file`` keys name."""
     for key in SECRETS_WITH_FILES:
         setting = given.settings.get(f"{key}_file")
         if setting is None or not isinstance(path := setting.path(), Path):
@@ -258,7 +255,6 @@ def _read_words(kind: Any, words: str) -> Any:
 
 
 def env_name(key: str) -> str:
-    """The environment variable that sets a key."""
     return ENV_PREFIX + key.upper().replace(".", "__")
 
 
@@ -324,14 +320,6 @@ def _refusals(failure: ValidationError, settings: Mapping[str, Setting]) -> list
         sentence = f"{key} is missing: use {allowed(key)}."
         sentences[sentence if missing else not_allowed(key, problem["input"], source)] = None
     return list(sentences)
-
-
-def _joined(sentences: list[str]) -> str:
-    """One sentence as it is; several as a list, each on its own line."""
-    if len(sentences) == 1:
-        return sentences[0]
-    lines = "".join(f"\n  {sentence}" for sentence in sentences)
-    return f"The configuration has {len(sentences)} problems:{lines}"
 
 
 def _at(source: str) -> str:

@@ -44,10 +44,8 @@ class Preset:
     many_nodes: Any = None
 
     def value(self, profile: object, nodes: object) -> Any:
-        """The default in ``profile`` and a run of ``nodes`` trainer nodes.
-
-        An invalid profile or number presets as ``training`` on one node does: validation refuses
-        it with everything else that is wrong.
+        """The default. An invalid profile or number of nodes presets as ``training`` on one node
+        does: validation refuses it with everything else that is wrong.
         """
         if profile == "reference":
             return self.reference
@@ -196,9 +194,7 @@ class RunSection(Section):
     def needed_directory(self) -> Path:
         """``directory``, or a ``ConfigError`` that says how to name it."""
         if self.directory is None:
-            raise errors.CONFIG_INVALID(
-                "run.directory is not set: name it there or with --run-dir."
-            )
+            raise errors.CONFIG_INVALID("run.directory is not set: name it, or pass --run-dir")
         return self.directory
 
 

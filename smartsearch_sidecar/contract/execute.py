@@ -265,5 +265,4 @@ def reference_refusal(problem: QueryProblem) -> errors.Failure[errors.InvalidReq
 
 
 def render_execute(result: str) -> bytes:
-    """The body of a 200 answer."""
     return compact({"result": result, "output": "", "error": ""})

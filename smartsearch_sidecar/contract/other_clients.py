@@ -60,7 +60,6 @@ class Form(enum.StrEnum):
 
     @property
     def many(self) -> bool:
-        """Whether a list of queries is sent."""
         return self in (Form.batch_search, Form.nested_many, Form.flat_many)
 
     @property

@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N
-from smartsearch_sidecar.doctor import loopback, machine
-from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
+from smartsearch_sidecar.doctor import machine
+from smartsearch_sidecar.doctor.machine import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import STOCK_QUESTIONS
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.passages import Found
@@ -68,7 +68,7 @@ def examine(
         ok("configuration", f"profile {config.profile}, provider {config.retrieval.provider}"),
         *machine.check_ports(config),
         *machine.check_room(config, options.ranks),
-        loopback.check_proxies(environ, server.host, server.port or 80),
+        machine.check_proxies(environ, server.host, server.port or 80),
         machine.check_descriptors(config, options.ranks),
         machine.check_user(os.geteuid(), options.trainer_uid),
         machine.check_directory(config.run.directory),
@@ -137,7 +137,6 @@ def _canaries(config: Config) -> Finding:
 
 
 async def _search(guard: Guard, config: Config, question: str) -> Found:
-    """One search within the deadline of a rollout's."""
     seconds = config.execute.deadline_seconds
     deadline = asyncio.get_running_loop().time() + seconds
     try:
@@ -154,13 +153,21 @@ async def _known(guard: Guard, config: Config, options: Options) -> Finding:
     that is given. Without a question, one is made of a passage's own words.
     """
     if options.question is not None:
-        found = (await _search(guard, config, options.question)).documents()
-        return _answered(options.question, found, options.passage)
+        answer = (await _search(guard, config, options.question)).documents()
+        return _answered(options.question, answer, options.passage)
     for stock in MEASURED:
         for document in (await _search(guard, config, stock)).documents():
             words = " ".join(document["contents"].split()[:_WORDS_KEPT])
-            others = (await _search(guard, config, words)).documents()
-            return _finds_itself(document, [other["id"] for other in others])
+            found = [other["id"] for other in (await _search(guard, config, words)).documents()]
+            if document["id"] in found:
+                rank = found.index(document["id"]) + 1
+                return ok(_KNOWN, f"the first words of a passage find it at rank {rank}")
+            return error(
+                _KNOWN,
+                f"passage {document['id'][:40]!r} is not found by its own first words",
+                "the index is not of this corpus, or the retriever does not search by text: pass a "
+                "question with --question",
+            )
     return error(
         _KNOWN,
         "plain questions find no passage at all: the corpus is empty, or of another language",
@@ -182,18 +189,6 @@ def _answered(question: str, documents: list[dict[str, str]], passage: str | Non
         _KNOWN,
         f"{asked} finds {len(documents)} passages, none with {passage[:60]!r}",
         "is this the corpus the run is to search, and the index of it?",
-    )
-
-
-def _finds_itself(document: dict[str, str], found: list[str]) -> Finding:
-    if document["id"] in found:
-        rank = found.index(document["id"]) + 1
-        return ok(_KNOWN, f"the first words of a passage find it at rank {rank}")
-    return error(
-        _KNOWN,
-        f"passage {document['id'][:40]!r} is not found by its own first words",
-        "the index is not of this corpus, or the retriever does not search by text: pass a "
-        "question with --question",
     )
 
 
@@ -254,17 +249,14 @@ async def _check_helper(config: Config, *, trial_call: bool) -> list[Finding]:
         shown = "" if identity["shown"] else "; the server shows nothing to check it by"
         findings.append(ok("helper", f"{section.kind} serves {section.model}{shown}"))
         if trial_call:
-            findings.append(await _trial(helper, config.reward.seed))
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            usage = (await helper.ask(TRIAL_PROMPT, seed=config.reward.seed)).usage
+            tokens = f"{usage.input_tokens} tokens in, {usage.output_tokens} out"
+            told = f"answered in {loop.time() - began:.1f} s, {tokens}"
+            findings.append(ok("trial call", told))
     except errors.HelperFault as exc:
         findings.append(error("trial call" if findings else "helper", exc.message))
     finally:
         await helper.close()
     return findings
-
-
-async def _trial(helper: HelperClient, seed: int) -> Finding:
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    usage = (await helper.ask(TRIAL_PROMPT, seed=seed)).usage
-    tokens = f"{usage.input_tokens} tokens in, {usage.output_tokens} out"
-    return ok("trial call", f"answered in {loop.time() - began:.1f} s, {tokens}")

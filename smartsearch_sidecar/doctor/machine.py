@@ -1,21 +1,22 @@
-"""This host: ports, run directory, free space, filesystem, descriptors, user.
+"""What a finding is, and this host: ports, proxies, user, run directory, filesystem, descriptors.
 
-Blocking and quick; a port is bound and closed again. Apart from the other checks because it needs
-neither a retriever nor a scorer.
+Blocking and quick; a port is bound and closed again. No check here needs a retriever or a scorer.
 """
 
 from __future__ import annotations
 
+import enum
+import ipaddress
 import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.doctor.findings import Finding, error, ok, warning
 from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, THREADS_PER_RANK
 from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS, bind
 
@@ -28,6 +29,38 @@ GIB = 1024**3
 _SYNC_IS_EMPTY = {"tmpfs", "ramfs", "devtmpfs"}
 _SYNC_IS_REMOTE = {"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p"}
 _OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+class Level(enum.StrEnum):
+    """How good a thing is. Only an error keeps a run from being good."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Finding(NamedTuple):
+    """``remedy`` is a command, a key or a sentence; ``None`` where nothing is to be done."""
+
+    name: str
+    level: Level
+    text: str
+    remedy: str | None = None
+
+
+def ok(name: str, text: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Level.OK, text)
+
+
+def warning(name: str, text: str, remedy: str) -> Finding:
+    """A run may begin; ``remedy`` says what would be better."""
+    return Finding(name, Level.WARNING, text, remedy)
+
+
+def error(name: str, text: str, remedy: str | None = None) -> Finding:
+    """A run would not begin, or not stay good. Named errors carry their remedy in their text."""
+    return Finding(name, Level.ERROR, text, remedy)
 
 
 # --- ports and clients ----------------------------------------------------------------------------
@@ -122,6 +155,71 @@ def check_user(uid: int, trainer_uid: int | None) -> Finding:
         "references and the internal URL",
         "separate them by another user or a container; --trainer-uid names the trainer's user",
     )
+
+
+# --- proxies --------------------------------------------------------------------------------------
+#
+# The pinned client is ``requests``, which obeys proxy variables for loopback as well: the calls go
+# to the proxy, and its answers become rollout text. The rules are those of ``requests`` for one
+# plain http address; a test holds them to it.
+
+
+def check_proxies(environ: Mapping[str, str], host: str, port: int) -> Finding:
+    """Whether a client with this environment reaches ``http://host:port`` itself."""
+    name = "proxy variables"
+    captured = capturing(environ, host, port)
+    if captured is None:
+        return ok(name, f"a client with this environment reaches {host} directly")
+    return error(
+        name,
+        f"{captured} is set and nothing exempts {host}: rollouts would call the proxy instead",
+        f"where the trainer is started: {export_line(environ, host)}",
+    )
+
+
+def capturing(environ: Mapping[str, str], host: str, port: int) -> str | None:
+    """The variable that sends calls to ``http://host:port`` to a proxy, if one does."""
+    if _exempt(environ.get("no_proxy") or environ.get("NO_PROXY") or "", host, port):
+        return None
+    for wanted in ("http_proxy", "all_proxy"):
+        # The lower-case one wins where both are set, even if it is empty.
+        name = wanted if wanted in environ else wanted.upper()
+        if environ.get(name):
+            return name
+    return None
+
+
+def export_line(environ: Mapping[str, str], host: str) -> str:
+    """The line to run before the trainer: it keeps present exemptions, and sets both spellings."""
+    before = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    names = [name.strip() for name in before.split(",") if name.strip()]
+    names += [name for name in dict.fromkeys((host, "127.0.0.1", "localhost")) if name not in names]
+    value = ",".join(names)
+    return f"export NO_PROXY={value} no_proxy={value}"
+
+
+def _exempt(no_proxy: str, host: str, port: int) -> bool:
+    if no_proxy.strip() == "*":  # in a list of names, an asterisk means nothing
+        return True
+    names = [name.strip().lstrip(".").lower() for name in no_proxy.split(",") if name.strip()]
+    if any(_ends(host.lower(), name) for name in names):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return any(_ends(f"{host}:{port}", name) for name in names)
+    return any(_covers(name, host) for name in names)
+
+
+def _ends(host: str, name: str) -> bool:
+    return host == name or host.endswith(f".{name}")
+
+
+def _covers(name: str, address: str) -> bool:
+    try:
+        return "/" in name and ipaddress.ip_address(address) in ipaddress.ip_network(name, False)
+    except ValueError:
+        return False
 
 
 # --- the run directory ----------------------------------------------------------------------------

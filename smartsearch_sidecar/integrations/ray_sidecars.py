@@ -88,9 +88,7 @@ class _Trouble(Exception):
 
 
 def _url(name: str, endpoints: str | None = None) -> str:
-    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
-    variable names. It is read at every call, since a sidecar that is resumed has another port.
-    """
+    """The URL called ``name``, read at every call: a sidecar that is resumed has another port."""
     path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
     if not path:
         raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
@@ -169,7 +167,6 @@ class SidecarKeeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> dict[str, Any]:
-        """Starts the process, which continues after this returns."""
         try:
             os.makedirs(os.path.dirname(self._directory), mode=0o700, exist_ok=True)
             descriptor = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -257,7 +254,6 @@ class SidecarKeeper:
         return {"files": sorted(found)} if found else {"trouble": "it has no run directory"}
 
     def read(self, below: str, offset: int) -> dict[str, Any]:
-        """Up to ``CHUNK_BYTES`` of a file of the run directory."""
         with open(os.path.join(self._directory, below), "rb") as file:
             file.seek(offset)
             return {"bytes": file.read(CHUNK_BYTES)}

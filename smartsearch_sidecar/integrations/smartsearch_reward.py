@@ -55,9 +55,7 @@ class _Trouble(Exception):
 
 
 def _url(name: str, endpoints: str | None = None) -> str:
-    """The URL called ``name`` in the file ``endpoints``, or else in the file that the environment
-    variable names. It is read at every call, since a sidecar that is resumed has another port.
-    """
+    """The URL called ``name``, read at every call: a sidecar that is resumed has another port."""
     path = endpoints or os.environ.get(ENDPOINTS_VARIABLE)
     if not path:
         raise _Trouble(f"{ENDPOINTS_VARIABLE} must name the run's endpoints.json where Ray starts")
@@ -158,9 +156,8 @@ class _Failed:
 def _why(status: int, value: Any) -> str:
     """An error answer as words, all of them constants of the sidecar."""
     error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict):
-        return f"the sidecar answered with status {status}"
-    return f"the sidecar answered {error.get('code')}: {error.get('message')}"[:500]
+    said = f"{error.get('code')}: {error.get('message')}" if isinstance(error, dict) else None
+    return f"the sidecar answered {said or f'with status {status}'}"[:500]
 
 
 # --- shared: rewards (of smartsearch_reward.py, copied by `make integrations`) --------------------

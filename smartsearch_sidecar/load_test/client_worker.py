@@ -46,14 +46,9 @@ _EARLY = 0.1  # seconds: a timeout fires a little before or after the moment it 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one rank asks, and for how long.
+    """What rank number ``rank`` (from 0, of ``ranks``) asks in turn, and for how many seconds.
 
-    Attributes:
-        sandbox_url: holds a capability, so a workload is never an argument of a process.
-        environment: the ``env`` text of each call.
-        questions: asked in turn.
-        rank: the number of this rank, from 0, of ``ranks``.
-        seconds: for how long new calls are made.
+    ``sandbox_url`` holds a capability, so a workload is never an argument of a process.
     """
 
     sandbox_url: str

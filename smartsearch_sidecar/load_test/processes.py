@@ -1,24 +1,26 @@
-"""The processes of a load test: a scratch sidecar and the ranks that call it; all ended at the end.
+"""A load test: a scratch sidecar, the ranks that call it, and what their calls say of the node.
 
-Standard streams are pipes. Both URLs stay in this process and on those pipes. Apart from the
-command so that it knows no terminal.
+All processes are ended at the end. Standard streams are pipes. Both URLs stay in this process and
+on those pipes. Apart from the command so that it knows no terminal.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tomli_w
 
@@ -26,9 +28,22 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints, read_endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.config.loading import ENV_PREFIX
-from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, Workload
-from smartsearch_sidecar.load_test.report import CallStats
+from smartsearch_sidecar.load_test.client_worker import (
+    ANSWERED,
+    CLIENT_SECONDS,
+    DECLINED,
+    THREADS_PER_RANK,
+    Workload,
+)
 
+MARGIN: Final = 0.75
+"""Share of the deadline that the slowest call of a load test may take: a run is a thousand times
+longer, and meets slower calls."""
+SCALING: Final = 0.6
+"""Measured rate divided by the rate of searches that do not slow each other. Above it, more slots
+help; below it, cores or the retriever are the limit, and slots add neither."""
+
+BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 MAX_CALLS = 1_000_000_000
 """The scratch copy's allowance: no load test uses it up."""
 _LEFT_OUT = ("reward", "cluster", "run")
@@ -72,10 +87,8 @@ def _environ() -> dict[str, str]:
 def scratch_sidecar(config: Path, run: Path) -> Iterator[Endpoints]:
     """A ready sidecar with its ledger in ``run``; stopped at the end.
 
-    Waits as long as verifying the index takes.
-
-    Raises:
-        errors.UsageError: it does not start; the message holds the sidecar's own sentence.
+    Waits as long as verifying the index takes. Raises ``UsageError`` with the sidecar's own
+    sentence where it does not start.
     """
     log: deque[str] = deque(maxlen=_LOG_LINES)
     with subprocess.Popen(  # noqa: S603 - this very program, with paths of our own
@@ -114,20 +127,62 @@ def scratch_sidecar(config: Path, run: Path) -> Iterator[Endpoints]:
             reader.join()
 
 
+@dataclass(slots=True)
+class CallStats:
+    """Every call's outcome and seconds."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, outcome: str, seconds: float) -> None:
+        self.outcomes[outcome] += 1
+        self.seconds.append(seconds)
+
+    @property
+    def calls(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def usable(self) -> int:
+        """How many calls gave an answer that a rollout can use."""
+        return self.outcomes[ANSWERED] + self.outcomes[DECLINED]
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Calls of every other outcome, the most frequent outcome first."""
+        return {
+            outcome: count
+            for outcome, count in self.outcomes.most_common()
+            if outcome not in (ANSWERED, DECLINED)
+        }
+
+    def percentile(self, share: float) -> float:
+        """Seconds within which ``share`` of the calls ended; 0 without calls."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+    def percentiles(self) -> dict[str, float]:
+        """Milliseconds within which half of the calls ended, nine of ten, 99 %, and all."""
+        shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "slowest": 1.0}
+        return {name: self.percentile(share) * 1000 for name, share in shares.items()}
+
+    def histogram(self) -> list[tuple[str, int]]:
+        """Calls per bucket, from the first that has some to the last."""
+        names = [f"under {bound} ms" for bound in BUCKETS_MS] + ["longer"]
+        counts = Counter(bisect_right(BUCKETS_MS, seconds * 1000) for seconds in self.seconds)
+        used = range(min(counts), max(counts) + 1) if counts else ()
+        return [(names[i], counts[i]) for i in used]
+
+
 # --- the ranks ------------------------------------------------------------------------------------
 
 
 def play(workloads: list[Workload], stats: CallStats, look: Callable[[float], None]) -> None:
     """Runs each workload in a process of its own; all begin together, and no process stays behind.
 
-    Args:
-        workloads: one a rank; all have the same ``seconds``.
-        stats: grows while the ranks call.
-        look: called again and again while they call, with the seconds since they began.
-
-    Raises:
-        errors.UsageError: a rank did not start, failed, or needs longer than its ``seconds`` and
-            the timeout of its last calls.
+    ``stats`` grows, and ``look`` is called again and again with the seconds since the ranks began.
+    Raises ``UsageError`` where a rank did not start, failed, or needs longer than its ``seconds``
+    (the same for all) and the timeout of its last calls.
     """
     lock = threading.Lock()
 
@@ -187,3 +242,116 @@ def _wait(readers: list[threading.Thread], seconds: float, look: Callable[[float
             )
         look(took)
         time.sleep(_LOOK_SECONDS)
+
+
+# --- the result: no I/O, no clock -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTestResult:
+    """A load test that ended.
+
+    ``unloaded_seconds`` is the median of searches one at a time, connection included; ``state`` is
+    what ``/health`` says at the end, and ``cause`` the code and detail of a failure.
+    """
+
+    ranks: int
+    took_seconds: float
+    unloaded_seconds: float
+    stats: CallStats
+    most_waiting: int
+    state: str
+    cause: str | None
+    cache: dict[str, int]
+    journal_bytes: int
+
+    @property
+    def calls_at_once(self) -> int:
+        return self.ranks * THREADS_PER_RANK
+
+    @property
+    def rate(self) -> float:
+        return self.stats.calls / self.took_seconds
+
+
+def reasons(result: LoadTestResult, config: Config) -> list[str]:
+    """Why this node would not hold, one sentence each; empty where it would."""
+    found = []
+    stats = result.stats
+    if not stats.usable:
+        found.append("no call was answered")
+    if stats.failures:
+        listed = ", ".join(f"{count:,} {outcome}" for outcome, count in stats.failures.items())
+        found.append(f"{sum(stats.failures.values()):,} calls failed: {listed}")
+    if result.state != "healthy":
+        found.append(f"the sidecar ended {result.state}: {result.cause or 'work did not settle'}")
+    deadline = min(config.execute.deadline_seconds, CLIENT_SECONDS)
+    slowest = stats.percentile(1.0)
+    if not stats.failures and slowest > MARGIN * deadline:
+        found.append(
+            f"the slowest call took {slowest:.1f} s of the {deadline:g} s there are; a run is "
+            "longer and meets slower calls"
+        )
+    return found
+
+
+def suggestions(result: LoadTestResult, config: Config) -> list[str]:
+    """What to set, a line each: slots, waiting room and deadline."""
+    execute, at_once = config.execute, result.calls_at_once
+    slots, why = _slots(result, execute.slots)
+    room, why_room = execute.waiting_max, f"enough for {at_once}"
+    if room < at_once - slots:
+        room, why_room = at_once - slots, f"now {room}; {at_once} calls at once"
+    slowest = result.stats.percentile(1.0)
+    deadline = execute.deadline_seconds
+    if deadline >= CLIENT_SECONDS or slowest > MARGIN * deadline:
+        deadline = min(CLIENT_SECONDS - 1, max(deadline, math.ceil(slowest / MARGIN)))
+    why_deadline = f"slowest call {slowest:.2f} s; the client leaves after {CLIENT_SECONDS:g} s"
+    return [
+        f"execute.slots = {slots}  # {why}",
+        f"execute.waiting_max = {room}  # {why_room}",
+        f"execute.deadline_seconds = {deadline:g}  # {why_deadline}",
+    ]
+
+
+def _slots(result: LoadTestResult, slots: int) -> tuple[int, str]:
+    if result.stats.failures:
+        return slots, "unchanged: with failed calls the speed of searches is not known"
+    if result.most_waiting == 0:
+        return slots, "no call had to wait for a slot"
+    share = result.rate * result.unloaded_seconds / slots
+    more = min(result.calls_at_once, slots * 2)
+    if share >= SCALING and more > slots:
+        return more, (
+            f"now {slots}, and up to {result.most_waiting} waited: searches side by side keep "
+            f"{share:.0%} of their speed alone, so more slots help"
+        )
+    return slots, (
+        f"up to {result.most_waiting} waited, but searches side by side keep {share:.0%} of their "
+        "speed alone: more cores or a faster retriever help, more slots do not"
+    )
+
+
+def as_json(result: LoadTestResult, config: Config) -> dict[str, Any]:
+    """JSON values: the verdict first."""
+    stats = result.stats
+    why = reasons(result, config)
+    return {
+        "holds": not why,
+        "reasons": why,
+        "suggestions": suggestions(result, config),
+        "ranks": result.ranks,
+        "calls_at_once": result.calls_at_once,
+        "seconds": result.took_seconds,
+        "calls": stats.calls,
+        "calls_per_second": result.rate,
+        "outcomes": dict(stats.outcomes),
+        "declined": stats.outcomes[DECLINED],
+        "milliseconds": {"alone": result.unloaded_seconds * 1000, **stats.percentiles()},
+        "histogram": dict(stats.histogram()),
+        "most_waiting": result.most_waiting,
+        "state": result.state,
+        "cause": result.cause,
+        "cache": result.cache,
+        "journal_bytes": result.journal_bytes,
+    }

@@ -3,20 +3,21 @@
 Order of building: run directory and lock, socket, listener (``/livez`` answers, ``/readyz`` does
 not), provider and guard (what answers), rewards (what scores), the run (its claim names both),
 service and scoring, ``endpoints.json``. Closing goes the other way: listener, work in flight,
-connections, provider, ``run.closed``, writer, files.
+connections, provider, ``run.closed``, writer, files. Apart from the command: that one starts fast.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -33,7 +34,6 @@ from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.process import logs
 from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.retrieval.provider import (
@@ -62,6 +62,7 @@ EXIT_LATCHED = 4
 
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
+MASK = "[capability]"
 
 OnReady = Callable[[Endpoints, Service], None]
 
@@ -92,35 +93,29 @@ class Parts:
         await self.service.retrieval.close()
 
 
+@dataclass(eq=False, repr=False)
 class Daemon:
-    """One served run."""
+    """One served run. Raises ``ConfigError`` without a run directory.
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        disk: Disk | None = None,
-        provider: Provider | None = None,
-        resume: bool = False,
-        progress: Progress | None = None,
-        on_ready: OnReady | None = None,
-        connect: Connect | None = None,
-    ) -> None:
-        """``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test
-        or a program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an
-        existing directory.
+    ``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test or a
+    program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an existing
+    directory.
+    """
 
-        Raises ``ConfigError`` without a run directory.
-        """
-        if config.run.directory is None:
-            raise errors.CONFIG_INVALID("run.directory is not set: name it, or pass --run-dir")
-        self.config = config
-        self.files = RunFiles(Path(config.run.directory), disk=disk, sync=config.ledger.sync)
-        self._provider = provider
-        self._resume = resume
-        self._progress = progress
-        self._on_ready = on_ready
-        self._connect = connect
+    config: Config
+    _: KW_ONLY
+    disk: Disk | None = None
+    provider: Provider | None = None
+    resume: bool = False
+    progress: Progress | None = None
+    on_ready: OnReady | None = None
+    connect: Connect | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.files = RunFiles(
+            config.run.needed_directory(), disk=self.disk, sync=config.ledger.sync
+        )
         self._log = structlog.get_logger("daemon")
         self._stop = asyncio.Event()
         self.port: int | None = None
@@ -158,7 +153,7 @@ class Daemon:
             # Listening first: reading a long history or a large index must not silence `/livez`.
             port = await self._listen()
             found = await asyncio.to_thread(
-                take_directory, self.files, resume=self._resume, progress=self._progress
+                take_directory, self.files, resume=self.resume, progress=self.progress
             )
             try:
                 parts = await self._assemble(found)
@@ -195,8 +190,8 @@ class Daemon:
                 "no client could find the run, so it is not served"
             ) from None
         self._log.info("serving", run=str(self.files.directory), profile=self.config.profile)
-        if self._on_ready is not None:
-            self._on_ready(endpoints, parts.service)
+        if self.on_ready is not None:
+            self.on_ready(endpoints, parts.service)
         await self._stop.wait()
         await self._wind_down(parts)
         return EXIT_LATCHED if parts.run.state.closed else EXIT_FINE
@@ -238,7 +233,7 @@ class Daemon:
         named error with a sentence for the operator.
         """
         config, files = self.config, self.files
-        opened = self._provider or await open_configured(config, self._progress)
+        opened = self.provider or await open_configured(config, self.progress)
         rewards: Rewards | None = None
         cluster_run: ClusterRun | None = None
         try:
@@ -259,7 +254,7 @@ class Daemon:
             if config.cluster is not None:
                 from smartsearch_sidecar.gate.cluster import ClusterRun
 
-                cluster_run = await ClusterRun.reach(config, self._connect)
+                cluster_run = await ClusterRun.reach(config, self.connect)
             if config.reward.enabled:
                 from smartsearch_sidecar.scoring.build import open_rewards
 
@@ -363,25 +358,68 @@ def _capability(given: SecretStr | None) -> str:
     return secrets.token_urlsafe(32) if given is None else given.get_secret_value()
 
 
+# --- the log --------------------------------------------------------------------------------------
+#
+# Structured, on standard error, from ours and every library's loggers. This package logs no
+# capability: the mask is for a library that quotes a request, and a traceback that shows a path.
+
+
+class _Masked(structlog.stdlib.ProcessorFormatter):
+    secrets: tuple[str, ...] = ()
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        for secret in self.secrets:
+            line = line.replace(secret, MASK)
+        return line
+
+
+def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:
+    """Sets up every logger of the process: one JSON object a line, or readable text if ``pretty``.
+
+    ``secrets`` are masked in each line.
+    """
+    shared: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if pretty:
+        renderer = structlog.dev.ConsoleRenderer(colors=False)
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    formatter = _Masked(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+    )
+    formatter.secrets = tuple(secrets)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
 def serve_until_stopped(
     config: Config,
     *,
     resume: bool = False,
     progress: Progress | None = None,
     on_ready: OnReady | None = None,
-    on_built: Callable[[Daemon], None] | None = None,
     pretty_logs: bool = False,
 ) -> int:
-    """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code.
-
-    ``on_built`` is handed the daemon before it serves (to stop it); ``on_ready`` what it serves.
-    """
+    """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code."""
 
     async def main() -> int:
         daemon = Daemon(config, resume=resume, progress=progress, on_ready=on_ready)
-        if on_built is not None:
-            on_built(daemon)
-        logs.configure(daemon.secrets, pretty=pretty_logs)
+        configure_logs(daemon.secrets, pretty=pretty_logs)
         raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

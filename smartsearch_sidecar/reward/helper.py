@@ -311,6 +311,7 @@ class HelperClient:
         Further attempts are made only while nothing was sent: from then on a call may have cost
         money, even if no answer comes.
         """
+        self._http.pool()
         for attempt in itertools.count(1):
             try:
                 # In a task of its own: each piece of an answer wakes this one coroutine, and not

@@ -36,12 +36,11 @@ class Instant(FakeProvider):
 async def serve(config: Path, directory: Path, seconds: float) -> int:
     """Serves until SIGTERM."""
     from smartsearch_sidecar.config import load
-    from smartsearch_sidecar.process import logs
-    from smartsearch_sidecar.process.daemon import Daemon
+    from smartsearch_sidecar.process.daemon import Daemon, configure_logs
 
     loaded = load(config, overrides={"run.directory": str(directory)})
     daemon = Daemon(loaded, provider=Instant(seconds=seconds))
-    logs.configure(daemon.secrets, pretty=False)
+    configure_logs(daemon.secrets, pretty=False)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, daemon.stop)
     return await daemon.run()
 

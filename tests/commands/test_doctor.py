@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
-from smartsearch_sidecar.doctor import loopback, machine
-from smartsearch_sidecar.doctor.findings import Finding, Level
+from smartsearch_sidecar.doctor import machine
+from smartsearch_sidecar.doctor.machine import Finding, Level
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 from tests.fakes.helper import MODEL, FakeHelper
@@ -461,7 +461,7 @@ def test_proxies_capture_what_requests_says(
             monkeypatch.setenv(name, value)
         url = f"http://{host}:8765/capability/execute"
         used = select_proxy(url, get_environ_proxies(url, no_proxy=None))
-        assert (loopback.capturing(environ, host, 8765) is not None) == bool(used), environ
+        assert (machine.capturing(environ, host, 8765) is not None) == bool(used), environ
 
 
 def test_the_export_line_frees_the_calls(tmp_path: Path, index: Path) -> None:
@@ -473,6 +473,6 @@ def test_the_export_line_frees_the_calls(tmp_path: Path, index: Path) -> None:
     exported = dict(word.split("=", 1) for word in line.split())
     assert exported["no_proxy"].startswith("10.0.0.1,")
     after = {**environ, **exported}
-    assert loopback.check_proxies(after, "127.0.0.1", 8765) == Finding(
+    assert machine.check_proxies(after, "127.0.0.1", 8765) == Finding(
         "proxy variables", Level.OK, "a client with this environment reaches 127.0.0.1 directly"
     )

@@ -18,8 +18,13 @@ from smartsearch_sidecar.commands import app
 from smartsearch_sidecar.commands.rehearse import questions_of_corpus, questions_of_file
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.load_test.client_worker import ANSWERED, DECLINED, Workload, questions_of
-from smartsearch_sidecar.load_test.processes import scratch_text
-from smartsearch_sidecar.load_test.report import CallStats, LoadTestResult, reasons, suggestions
+from smartsearch_sidecar.load_test.processes import (
+    CallStats,
+    LoadTestResult,
+    reasons,
+    scratch_text,
+    suggestions,
+)
 from tests.fakes.process import ROOT, toml
 from tests.fakes.served import configured, served
 

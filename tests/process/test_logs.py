@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from smartsearch_sidecar.process import logs
+from smartsearch_sidecar.process import daemon
 
 SECRET = "a-capability-of-a-run"
 
@@ -29,7 +29,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize("pretty", [False, True])
 def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """A field, another library's message and a traceback show the mask in place of a secret."""
-    logs.configure([SECRET], pretty=pretty)
+    daemon.configure_logs([SECRET], pretty=pretty)
     structlog.get_logger("ours").info("asked", path=f"/{SECRET}/execute")
     logging.getLogger("theirs").warning("GET /%s/health", SECRET)
     try:
@@ -38,7 +38,7 @@ def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFi
         logging.getLogger("theirs").exception("failed")
     said = capsys.readouterr().err
     assert SECRET not in said
-    assert said.count(logs.MASK) >= 3
+    assert said.count(daemon.MASK) >= 3
     if not pretty:
         lines = [json.loads(line) for line in said.splitlines()]
         assert [line["level"] for line in lines] == ["info", "warning", "error"]

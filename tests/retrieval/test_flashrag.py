@@ -518,6 +518,27 @@ async def test_canaries_that_cannot_be_asked_are_a_fault(
 # --- configuration --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:9000",
+        "ftp://host:21",
+        "http://",
+        "http://host:99999",
+        "http://[::1",
+        "http://user:password@host:9000",
+        "http://host:9000/?q=1",
+        "http://host:9000/#top",
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused(url: str) -> None:
+    """No provider is made of it, and the refusal holds no credential."""
+    with pytest.raises(ValidationError, match="url") as refused:
+        provider_for(url)
+    assert [fault["type"] for fault in refused.value.errors()] == ["value_error"]
+    assert "password" not in str(refused.value)
+
+
 @pytest.mark.parametrize("url", ["http://host:9000/search", "http://host:9000/v1/batch_search/"])
 def test_a_url_with_a_route_is_refused(url: str) -> None:
     """The sentence names the key and what is wrong."""
