@@ -16,7 +16,7 @@ import typer
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app as command_line
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.run.record import Kind
+from smartsearch_sidecar.run.record import CLASSES
 from smartsearch_sidecar.web.app import PROBES, SEGMENTS, App
 from smartsearch_sidecar.web.routes import Capabilities
 
@@ -40,7 +40,7 @@ def causes() -> str:
 
 def kinds() -> str:
     """Every kind of record."""
-    return _words(kind.value for kind in Kind)
+    return _words(iter(CLASSES))
 
 
 def commands() -> str:

@@ -110,7 +110,7 @@ class History:
             raise errors.LEDGER_CORRUPT("the run was claimed twice")
         self.state.fold(record)
         self.seq, self.head, self.last = seq, total, line
-        self.kinds[record.kind.value] += 1
+        self.kinds[record.kind] += 1
         if type(record) is LatchClosed:
             self.latch = line
         return line

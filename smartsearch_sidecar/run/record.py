@@ -13,7 +13,6 @@ queries, helper calls of a split, scores of a split, checkpoints.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
@@ -23,32 +22,8 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.json_values import Data
 
-
-class Kind(enum.StrEnum):
-    """Every kind of record. Names are read by other people's scripts: add, never rename."""
-
-    RUN_CLAIMED = "run.claimed"
-    RUN_RESUMED = "run.resumed"
-    RUN_CLOSED = "run.closed"
-    RETRIEVAL_REQUESTED = "retrieval.requested"
-    RETRIEVAL_ANSWERED = "retrieval.answered"
-    RETRIEVAL_FAILED = "retrieval.failed"
-    RETRIEVAL_DECLINED = "retrieval.declined"
-    DELIVERY_LOST = "delivery.lost"
-    REWARD_REQUESTED = "reward.requested"
-    HELPER_REQUESTED = "helper.requested"
-    HELPER_ANSWERED = "helper.answered"
-    HELPER_FAILED = "helper.failed"
-    REWARD_ANSWERED = "reward.answered"
-    REWARD_FAILED = "reward.failed"
-    REWARD_REUSED = "reward.reused"
-    LATCH_CLOSED = "latch.closed"
-    CHECKPOINT_ACCEPTED = "checkpoint.accepted"
-    CHECKPOINT_REFUSED = "checkpoint.refused"
-
-
 CLASSES: Final[dict[str, type[Record]]] = {}
-"""The class of each kind."""
+"""The class of each kind. Kinds are read by other people's scripts: add, never rename."""
 
 
 class Record(Data):
@@ -56,17 +31,17 @@ class Record(Data):
 
     __slots__ = ()
     BESIDE = frozenset({"number"})
-    kind: ClassVar[Kind]
+    kind: ClassVar[str]
     if TYPE_CHECKING:  # at run time it would be taken for the default of a field
 
         @property
         def number(self) -> int | None: ...
 
-    def __init_subclass__(cls, kind: Kind | None = None) -> None:
+    def __init_subclass__(cls, kind: str | None = None) -> None:
         # A class with slots is made twice: by its statement, and without the word by `dataclass`.
         if kind is not None:
             cls.kind = kind
-        CLASSES[cls.kind.value] = cls
+        CLASSES[cls.kind] = cls
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +120,7 @@ def _asked_of(data: Mapping[str, Any]) -> Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class RunClaimed(Record, kind=Kind.RUN_CLAIMED):
+class RunClaimed(Record, kind="run.claimed"):
     """The first record: the quotas that the fold holds the run to.
 
     ``reward`` has those of each split where rewards are on; ``cluster`` names run and node where a
@@ -175,7 +150,7 @@ class RunClaimed(Record, kind=Kind.RUN_CLAIMED):
 
 
 @dataclass(frozen=True, slots=True)
-class RunResumed(Record, kind=Kind.RUN_RESUMED):
+class RunResumed(Record, kind="run.resumed"):
     """How a run was found that goes on. ``torn_bytes`` were trimmed and are in the file
     ``set_aside``; ``unsettled`` are searches without a settlement.
     """
@@ -189,7 +164,7 @@ class RunResumed(Record, kind=Kind.RUN_RESUMED):
 
 
 @dataclass(frozen=True, slots=True)
-class RunClosed(Record, kind=Kind.RUN_CLOSED):
+class RunClosed(Record, kind="run.closed"):
     """An orderly end. ``usage`` is ``RunState.usage`` at that moment."""
 
     latched: bool
@@ -206,7 +181,7 @@ class RunClosed(Record, kind=Kind.RUN_CLOSED):
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalRequested(Record, kind=Kind.RETRIEVAL_REQUESTED):
+class RetrievalRequested(Record, kind="retrieval.requested"):
     """Search ``number`` is admitted."""
 
     number: int
@@ -221,7 +196,7 @@ class RetrievalRequested(Record, kind=Kind.RETRIEVAL_REQUESTED):
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalAnswered(Record, kind=Kind.RETRIEVAL_ANSWERED):
+class RetrievalAnswered(Record, kind="retrieval.answered"):
     """What search ``number`` found.
 
     ``documents_json`` is the JSON list of ``{"id", "contents", "score"}``, recorded as
@@ -264,7 +239,7 @@ class RetrievalAnswered(Record, kind=Kind.RETRIEVAL_ANSWERED):
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalFailed(Record, kind=Kind.RETRIEVAL_FAILED):
+class RetrievalFailed(Record, kind="retrieval.failed"):
     """Search ``number`` has no answer."""
 
     number: int
@@ -274,7 +249,7 @@ class RetrievalFailed(Record, kind=Kind.RETRIEVAL_FAILED):
 
 
 @dataclass(frozen=True, slots=True)
-class RetrievalDeclined(Record, kind=Kind.RETRIEVAL_DECLINED):
+class RetrievalDeclined(Record, kind="retrieval.declined"):
     """A query that is answered `invalid query` and consumes no attempt."""
 
     number: int
@@ -290,7 +265,7 @@ class RetrievalDeclined(Record, kind=Kind.RETRIEVAL_DECLINED):
 
 
 @dataclass(frozen=True, slots=True)
-class DeliveryLost(Record, kind=Kind.DELIVERY_LOST):
+class DeliveryLost(Record, kind="delivery.lost"):
     """The client was gone before its answer was handed over.
 
     ``number`` is the search it was the answer of, if any; ``others`` are more ones of its batch.
@@ -302,7 +277,7 @@ class DeliveryLost(Record, kind=Kind.DELIVERY_LOST):
 
 
 @dataclass(frozen=True, slots=True)
-class RewardRequested(Record, kind=Kind.REWARD_REQUESTED):
+class RewardRequested(Record, kind="reward.requested"):
     """Score ``number`` of a split is admitted.
 
     ``key`` is what must be the same for a score to be reused. The three counts of result blocks are
@@ -320,36 +295,7 @@ class RewardRequested(Record, kind=Kind.REWARD_REQUESTED):
 
 
 @dataclass(frozen=True, slots=True)
-class RewardAnswered(Record, kind=Kind.REWARD_ANSWERED):
-    """The reward of score ``number``, and what the helper's texts were read as."""
-
-    number: int
-    split: str
-    reward: float
-    verdicts: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RewardFailed(Record, kind=Kind.REWARD_FAILED):
-    """Score ``number`` never gets a reward."""
-
-    number: int
-    split: str
-    code: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class RewardReused(Record, kind=Kind.REWARD_REUSED):
-    """The reward of score ``of`` was given again."""
-
-    split: str
-    of: int
-    number: ClassVar[None] = None
-
-
-@dataclass(frozen=True, slots=True)
-class HelperRequested(Record, kind=Kind.HELPER_REQUESTED):
+class HelperRequested(Record, kind="helper.requested"):
     """Helper call ``number`` of a split is about to be sent for ``score``."""
 
     number: int
@@ -361,7 +307,7 @@ class HelperRequested(Record, kind=Kind.HELPER_REQUESTED):
 
 
 @dataclass(frozen=True, slots=True)
-class HelperAnswered(Record, kind=Kind.HELPER_ANSWERED):
+class HelperAnswered(Record, kind="helper.answered"):
     """What the helper wrote, with its measured tokens."""
 
     number: int
@@ -375,7 +321,7 @@ class HelperAnswered(Record, kind=Kind.HELPER_ANSWERED):
 
 
 @dataclass(frozen=True, slots=True)
-class HelperFailed(Record, kind=Kind.HELPER_FAILED):
+class HelperFailed(Record, kind="helper.failed"):
     """A helper call without a usable answer.
 
     ``usage`` are its input and output tokens where they were measured; ``sent`` is whether it left.
@@ -391,7 +337,36 @@ class HelperFailed(Record, kind=Kind.HELPER_FAILED):
 
 
 @dataclass(frozen=True, slots=True)
-class LatchClosed(Record, kind=Kind.LATCH_CLOSED):
+class RewardAnswered(Record, kind="reward.answered"):
+    """The reward of score ``number``, and what the helper's texts were read as."""
+
+    number: int
+    split: str
+    reward: float
+    verdicts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailed(Record, kind="reward.failed"):
+    """Score ``number`` never gets a reward."""
+
+    number: int
+    split: str
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReused(Record, kind="reward.reused"):
+    """The reward of score ``of`` was given again."""
+
+    split: str
+    of: int
+    number: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class LatchClosed(Record, kind="latch.closed"):
     """The run has failed."""
 
     cause: Cause
@@ -410,7 +385,7 @@ class LatchClosed(Record, kind=Kind.LATCH_CLOSED):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointAccepted(Record, kind=Kind.CHECKPOINT_ACCEPTED):
+class CheckpointAccepted(Record, kind="checkpoint.accepted"):
     """A checkpoint of the healthy run: the ``occurrence`` of this ``step``, the usage up to here.
 
     ``nodes`` names each node's journal where a run has many nodes.
@@ -426,7 +401,7 @@ class CheckpointAccepted(Record, kind=Kind.CHECKPOINT_ACCEPTED):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRefused(Record, kind=Kind.CHECKPOINT_REFUSED):
+class CheckpointRefused(Record, kind="checkpoint.refused"):
     """A checkpoint was asked for while the run was not healthy; ``state`` says what it was."""
 
     number: int

@@ -14,13 +14,13 @@ from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, segment_name
 from smartsearch_sidecar.ledger.reader import History
 from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, claim_digest, encode_line
-from smartsearch_sidecar.run.record import Kind, record_of
+from smartsearch_sidecar.run.record import record_of
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.provider import CORPUS_SHA256, INDEX_SHA256, documents_for
 
 AT = "2026-12-02T04:13:00.000000Z"
 ENVIRONMENT = "agentinputlab:smartsearch-fixed-wikipedia-v1"
-Event = tuple[Kind, int | None, dict[str, Any]]
+Event = tuple[str, int | None, dict[str, Any]]
 
 
 def claim_bytes(**values: Any) -> bytes:
@@ -41,25 +41,25 @@ def claim_bytes(**values: Any) -> bytes:
 def requested(number: int, query: str) -> Event:
     """A search that was admitted."""
     call = f"wikipedia_search(query={query!r}, top_n=5)"
-    return Kind.RETRIEVAL_REQUESTED, number, {"env": ENVIRONMENT, "call": call}
+    return "retrieval.requested", number, {"env": ENVIRONMENT, "call": call}
 
 
 def answered(number: int, query: str, documents: Sequence[Any] | None = None) -> Event:
     """Its answer; without ``documents``, those the fake provider gives."""
     found = documents_for(query) if documents is None else list(documents)
-    return Kind.RETRIEVAL_ANSWERED, number, {"documents": found, "cache": "miss", "took_us": 7}
+    return "retrieval.answered", number, {"documents": found, "cache": "miss", "took_us": 7}
 
 
 def failed(number: int, cause: str = "retrieval_failed") -> Event:
     """Its failure."""
     data = {"code": "retrieval_failed", "cause": cause, "detail": "the provider failed"}
-    return Kind.RETRIEVAL_FAILED, number, data
+    return "retrieval.failed", number, data
 
 
 def latched(cause: str, number: int | None = None, *, consumed: bool = False) -> Event:
     """The latch's record."""
     data = {"cause": cause, "number": number, "attempt_consumed": consumed, "detail": "for a test"}
-    return Kind.LATCH_CLOSED, number, data
+    return "latch.closed", number, data
 
 
 def searches(count: int, first: int = 1) -> list[Event]:
@@ -73,13 +73,13 @@ def searches(count: int, first: int = 1) -> list[Event]:
 def resumed() -> Event:
     """A restart after an orderly end."""
     data = {"clean": True, "ending": "clean", "torn_bytes": 0, "set_aside": None, "unsettled": []}
-    return Kind.RUN_RESUMED, None, data
+    return "run.resumed", None, data
 
 
 def closed(count: int, *, latch: bool = False) -> Event:
     """An orderly end after ``count`` answered searches."""
     data = {"latched": latch, "retrieval_attempts": count, "retrieval_responses": count}
-    return Kind.RUN_CLOSED, None, data
+    return "run.closed", None, data
 
 
 @dataclass
@@ -118,7 +118,7 @@ def encode(events: Iterable[Event], claim: bytes) -> tuple[list[bytes], list[str
     head = claim_digest(claim)
     data = {"max_calls": 1000, "claim_sha256": head}
     lines, heads = [], [head]
-    for seq, (kind, number, values) in enumerate([(Kind.RUN_CLAIMED, None, data), *events], 1):
+    for seq, (kind, number, values) in enumerate([("run.claimed", None, data), *events], 1):
         first = {"documents": values["documents"]} if "documents" in values else {}
         encoded = encode_json({**first, **values})
         line, head = encode_line(kind, number, encoded, seq=seq, at=AT, prev=head)
@@ -159,6 +159,6 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def drafted(kind: Kind, number: int | None, data: dict[str, Any]) -> Draft:
+def drafted(kind: str, number: int | None, data: dict[str, Any]) -> Draft:
     """A decision in the words of the journal, as it is handed to the writer."""
     return Draft(record_of(kind, number, data), encode_json(data))

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
 from smartsearch_sidecar.ledger.export import Exported, export_reference
-from smartsearch_sidecar.run.record import Kind
 from tests.fakes.journals import (
     answered,
     closed,
@@ -232,7 +231,7 @@ def test_first_failure_is_the_transport_s_although_an_attempt_fails_later(tmp_pa
 def test_declined_queries_leave_no_file(tmp_path: Path) -> None:
     """They are counted in what the export reports."""
     data = {"reason": "empty", "env": "e", "call": "c"}
-    run = write_run(tmp_path / "run", [*searches(2), (Kind.RETRIEVAL_DECLINED, 1, data), closed(2)])
+    run = write_run(tmp_path / "run", [*searches(2), ("retrieval.declined", 1, data), closed(2)])
     told = export_reference(run.directory, tmp_path / "out")
     assert told == Exported(
         requests=2, responses=2, failed=0, rejected=False, declined=1, torn=False
@@ -294,7 +293,7 @@ def test_export_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 def test_call_the_contract_does_not_take_is_damage(tmp_path: Path) -> None:
     """A request that this run could not have admitted is no record of it."""
-    event = (Kind.RETRIEVAL_REQUESTED, 1, {"env": "another", "call": "wikipedia_search()"})
+    event = ("retrieval.requested", 1, {"env": "another", "call": "wikipedia_search()"})
     run = write_run(tmp_path / "run", [event])
     with pytest.raises(errors.LedgerCorrupt, match="own contract refuses a recorded request"):
         export_reference(run.directory, tmp_path / "out")
@@ -303,7 +302,7 @@ def test_call_the_contract_does_not_take_is_damage(tmp_path: Path) -> None:
 def test_search_by_another_route_is_not_exported(tmp_path: Path) -> None:
     """The reference knows no other route: a gap in its numbers would look like a lost request."""
     data = {"route": "search", "query": "q", "top_n": 3}
-    run = write_run(tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data), answered(1, "q")])
+    run = write_run(tmp_path / "run", [("retrieval.requested", 1, data), answered(1, "q")])
     with pytest.raises(errors.UsageError, match="search 1 came by /search"):
         export_reference(run.directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -312,7 +311,7 @@ def test_search_by_another_route_is_not_exported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [{"route": 7}, {"route": None}, {"env": 1}, {}])
 def test_request_of_no_known_shape_is_damage(tmp_path: Path, data: dict[str, Any]) -> None:
     """A sentence, not a traceback."""
-    run = write_run(tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data)])
+    run = write_run(tmp_path / "run", [("retrieval.requested", 1, data)])
     with pytest.raises(errors.LedgerCorrupt):
         export_reference(run.directory, tmp_path / "out")
 
@@ -329,7 +328,7 @@ def test_claim_without_what_is_exported_is_damage(tmp_path: Path, claim: dict[st
 
 def test_answer_without_documents_is_damage(tmp_path: Path) -> None:
     """Its place is named."""
-    bare = (Kind.RETRIEVAL_ANSWERED, 1, {"cache": "miss", "took_us": 1})
+    bare = ("retrieval.answered", 1, {"cache": "miss", "took_us": 1})
     run = write_run(tmp_path / "run", [requested(1, "a"), bare])
     with pytest.raises(errors.LedgerCorrupt, match=r"line 3 .*cannot be exported"):
         export_reference(run.directory, tmp_path / "out")

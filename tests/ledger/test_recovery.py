@@ -31,7 +31,7 @@ from smartsearch_sidecar.ledger.recovery import (
     restart_cause,
 )
 from smartsearch_sidecar.run.line import encode_line
-from smartsearch_sidecar.run.record import Cause, Kind
+from smartsearch_sidecar.run.record import Cause
 from tests.fakes import journals
 from tests.fakes.disk import Crash, CrashingDisk
 from tests.fakes.journals import (
@@ -413,11 +413,11 @@ def test_first_record_names_the_claim_it_chains_to(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [])
     data = {"max_calls": 1, "claim_sha256": "0" * 64}
     encoded = json.dumps(data).encode()
-    line, _ = encode_line(Kind.RUN_CLAIMED, None, encoded, seq=1, at=AT, prev=run.heads[0])
+    line, _ = encode_line("run.claimed", None, encoded, seq=1, at=AT, prev=run.heads[0])
     run.segment.write_bytes(line)
     refused(run, "the first record names another claim.json")
     closed = b'{"latched":false}'
-    line, _ = encode_line(Kind.RUN_CLOSED, None, closed, seq=1, at=AT, prev=run.heads[0])
+    line, _ = encode_line("run.closed", None, closed, seq=1, at=AT, prev=run.heads[0])
     run.segment.write_bytes(line)
     refused(run, "the first record is run.closed, not run.claimed")
 
@@ -428,7 +428,7 @@ def test_journal_that_does_not_begin_with_the_claim_is_refused(tmp_path: Path) -
     run.segment.write_bytes(b"".join(run.lines[1:]))
     refused(run, "record 2 comes after record 0")
     data = json.loads(run.lines[0])["data"]
-    twice = write_run(tmp_path / "twice", [(Kind.RUN_CLAIMED, None, data)])
+    twice = write_run(tmp_path / "twice", [("run.claimed", None, data)])
     refused(twice, "claimed twice")
 
 

@@ -14,7 +14,6 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
 from smartsearch_sidecar.ledger.replay import FIRST_DIFFERENCES, Outcome, Replayed, compare, replay
 from smartsearch_sidecar.retrieval.guard import Guard
-from smartsearch_sidecar.run.record import Kind
 from tests.fakes.journals import Written, answered, closed, failed, requested, searches, write_run
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.until import until
@@ -141,7 +140,7 @@ async def test_other_routes_are_asked_as_they_were(tmp_path: Path) -> None:
     data = {"route": "retrieve", "query": " q ", "top_n": 3}
     documents = documents_for("q", 3)
     run = write_run(
-        tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data), answered(1, "q", documents)]
+        tmp_path / "run", [("retrieval.requested", 1, data), answered(1, "q", documents)]
     )
     provider = FakeProvider()
     result = await replayed(run, provider)
@@ -152,7 +151,7 @@ async def test_other_routes_are_asked_as_they_were(tmp_path: Path) -> None:
 async def test_request_without_a_number_of_passages_is_damage(tmp_path: Path, top_n: Any) -> None:
     """A sentence, not a traceback."""
     data = {"route": "retrieve", "query": "q", "top_n": top_n}
-    run = write_run(tmp_path / "run", [(Kind.RETRIEVAL_REQUESTED, 1, data), answered(1, "q", [])])
+    run = write_run(tmp_path / "run", [("retrieval.requested", 1, data), answered(1, "q", [])])
     with pytest.raises(errors.LedgerCorrupt, match=r"how many passages|top_n is no int"):
         await replayed(run, FakeProvider())
 

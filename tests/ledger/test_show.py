@@ -15,7 +15,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
 from smartsearch_sidecar.ledger.describe import Filter, Tone, json_line, printable, shown
 from smartsearch_sidecar.run.line import Line, decode_line
-from smartsearch_sidecar.run.record import KINDS, Kind, record_of
+from smartsearch_sidecar.run.record import KINDS, record_of
 from tests.fakes.journals import (
     Written,
     answered,
@@ -31,10 +31,10 @@ HOSTILE = "\x1b]0;owned\x07 \x9b31m \u202eesrever \u200b \ud800 \r\n\t \x7f"
 
 
 def line(
-    kind: Kind, number: int | None, data: dict[str, Any], at: str = "2026-12-02T04:13:00Z"
+    kind: str, number: int | None, data: dict[str, Any], at: str = "2026-12-02T04:13:00Z"
 ) -> Line:
     """A record as it is read."""
-    return Line(1, at, "0" * 64, "f" * 64, record_of(kind.value, number, data), data)
+    return Line(1, at, "0" * 64, "f" * 64, record_of(kind, number, data), data)
 
 
 # --- letters --------------------------------------------------------------------------------------
@@ -71,9 +71,7 @@ def test_any_text_becomes_one_printable_line(text: str) -> None:
 # --- which ----------------------------------------------------------------------------------------
 
 
-def wants(
-    kind: Kind = Kind.RUN_CLOSED, number: int | None = None, at: str = "", **words: Any
-) -> bool:
+def wants(kind: str = "run.closed", number: int | None = None, at: str = "", **words: Any) -> bool:
     """Whether a filter of these words wants such a record."""
     data = {"latched": False, "code": "c", "cause": "c", "detail": "d"}
     return Filter(**words).wants(line(kind, number, data, at))
@@ -81,17 +79,17 @@ def wants(
 
 def test_filter_by_kind_and_group() -> None:
     """A whole kind, or what stands before its dot; several are alternatives."""
-    assert wants(Kind.RETRIEVAL_FAILED, 1, kinds=["retrieval.failed"])
-    assert wants(Kind.RETRIEVAL_FAILED, 1, kinds=["run", "retrieval"])
-    assert not wants(Kind.RETRIEVAL_FAILED, 1, kinds=["run"])
+    assert wants("retrieval.failed", 1, kinds=["retrieval.failed"])
+    assert wants("retrieval.failed", 1, kinds=["run", "retrieval"])
+    assert not wants("retrieval.failed", 1, kinds=["run"])
     with pytest.raises(errors.UsageError, match=r"no kind of record is called 'retr'"):
         Filter(kinds=["retr"])
 
 
 def test_filter_by_number() -> None:
     """A search by its number; records without one are left out."""
-    assert wants(Kind.RETRIEVAL_FAILED, 3, numbers=[3, 4])
-    assert not wants(Kind.RETRIEVAL_FAILED, 5, numbers=[3, 4])
+    assert wants("retrieval.failed", 3, numbers=[3, 4])
+    assert not wants("retrieval.failed", 5, numbers=[3, 4])
     assert not wants(numbers=[3])
 
 
@@ -132,9 +130,9 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
     ("event", "tone", "words"),
     [
         (requested(3, "who was Ada?"), Tone.PLAIN, ["who was Ada?"]),
-        ((Kind.RETRIEVAL_REQUESTED, 1, {"env": "e", "call": "odd()"}), Tone.PLAIN, ["odd()"]),
+        (("retrieval.requested", 1, {"env": "e", "call": "odd()"}), Tone.PLAIN, ["odd()"]),
         (
-            (Kind.RETRIEVAL_REQUESTED, 1, {"route": "search", "query": HOSTILE, "top_n": 3}),
+            ("retrieval.requested", 1, {"route": "search", "query": HOSTILE, "top_n": 3}),
             Tone.PLAIN,
             ["/search, 3 passages", "\\x1b]0;owned"],
         ),
@@ -142,19 +140,19 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
         (answered(3, "", []), Tone.GOOD, ["no passage"]),
         (failed(3), Tone.BAD, ["retrieval_failed: the provider failed"]),
         (
-            (Kind.RETRIEVAL_DECLINED, 1, {"reason": "empty", "env": "e", "call": "c"}),
+            ("retrieval.declined", 1, {"reason": "empty", "env": "e", "call": "c"}),
             Tone.WARN,
             ["empty", "c"],
         ),
         (latched("deadline", 3), Tone.BAD, ["deadline: for a test (search 3)"]),
         (
-            (Kind.RUN_CLAIMED, None, {"max_calls": 10_000, "claim_sha256": "ab" * 32}),
+            ("run.claimed", None, {"max_calls": 10_000, "claim_sha256": "ab" * 32}),
             Tone.RUN,
             ["10,000 searches", "abababab"],
         ),
         (
             (
-                Kind.RUN_RESUMED,
+                "run.resumed",
                 None,
                 {
                     "clean": False,
@@ -169,30 +167,30 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
         ),
         (closed(3), Tone.RUN, ["healthy, 3 of 3 searches answered"]),
         (
-            (Kind.CHECKPOINT_ACCEPTED, 1, {**CHECKPOINT, "occurrence": 1, "usage": {}}),
+            ("checkpoint.accepted", 1, {**CHECKPOINT, "occurrence": 1, "usage": {}}),
             Tone.GOOD,
             ["step 1,200 ckpt/1200"],
         ),
         (
-            (Kind.CHECKPOINT_REFUSED, 1, {**CHECKPOINT, "state": "pending"}),
+            ("checkpoint.refused", 1, {**CHECKPOINT, "state": "pending"}),
             Tone.WARN,
             ["the run is pending"],
         ),
-        ((Kind.DELIVERY_LOST, 3, {"stage": "waiting"}), Tone.BAD, ["had gone: waiting"]),
+        (("delivery.lost", 3, {"stage": "waiting"}), Tone.BAD, ["had gone: waiting"]),
         (
-            (Kind.REWARD_REQUESTED, 2, {"split": "train", "key": "k", "solution_str": HOSTILE}),
+            ("reward.requested", 2, {"split": "train", "key": "k", "solution_str": HOSTILE}),
             Tone.PLAIN,
             [f"train: a rollout of {len(HOSTILE)} characters"],
         ),
         (
-            (Kind.REWARD_ANSWERED, 2, {"split": "train", "reward": 0.5, "verdicts": ["1", "0"]}),
+            ("reward.answered", 2, {"split": "train", "reward": 0.5, "verdicts": ["1", "0"]}),
             Tone.GOOD,
             ["train: reward 0.5, verdicts 1, 0"],
         ),
-        ((Kind.REWARD_REUSED, None, {"split": "train", "of": 2}), Tone.GOOD, ["of score 2 again"]),
+        (("reward.reused", None, {"split": "train", "of": 2}), Tone.GOOD, ["of score 2 again"]),
         (
             (
-                Kind.REWARD_FAILED,
+                "reward.failed",
                 2,
                 {"split": "train", "code": "helper_empty", "detail": "no text"},
             ),
@@ -201,7 +199,7 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
         ),
         (
             (
-                Kind.HELPER_REQUESTED,
+                "helper.requested",
                 9,
                 {"split": "train", "score": 2, "prompt_bytes": 4000, **ASKED},
             ),
@@ -210,7 +208,7 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
         ),
         (
             (
-                Kind.HELPER_ANSWERED,
+                "helper.answered",
                 9,
                 {
                     "split": "train",
@@ -226,7 +224,7 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
         ),
         (
             (
-                Kind.HELPER_FAILED,
+                "helper.failed",
                 9,
                 {
                     "split": "train",
@@ -254,10 +252,10 @@ def test_each_kind_reads_as_a_sentence(event: Any, tone: Tone, words: list[str])
 @pytest.mark.parametrize(
     "event",
     [
-        (Kind.RUN_CLOSED, None, {"latched": False, "other": "owned"}),
-        (Kind.RETRIEVAL_ANSWERED, 1, {"documents": ["owned"], "cache": "hit", "took_us": 1}),
-        (Kind.RETRIEVAL_ANSWERED, 1, {"cache": "owned", "took_us": 1}),
-        (Kind.DELIVERY_LOST, 1, {"stage": "s", "others": 7, "other": "owned"}),
+        ("run.closed", None, {"latched": False, "other": "owned"}),
+        ("retrieval.answered", 1, {"documents": ["owned"], "cache": "hit", "took_us": 1}),
+        ("retrieval.answered", 1, {"cache": "owned", "took_us": 1}),
+        ("delivery.lost", 1, {"stage": "s", "others": 7, "other": "owned"}),
     ],
 )
 def test_data_of_another_shape_is_shown_as_it_is(event: Any) -> None:

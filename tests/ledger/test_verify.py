@@ -22,7 +22,6 @@ from smartsearch_sidecar.ledger.verify import (
     describe_previous,
     verify,
 )
-from smartsearch_sidecar.run.record import Kind
 from tests.fakes.journals import (
     Event,
     Written,
@@ -43,7 +42,7 @@ def checkpoint(count: int, step: int = 100, **data: Any) -> Event:
     """A checkpoint accepted after ``count`` answered searches."""
     usage = {"retrieval_attempts": count, "retrieval_responses": count}
     values = {"step": step, "path": "ckpt", "manifest_sha256": None, "occurrence": 1, **data}
-    return Kind.CHECKPOINT_ACCEPTED, 1, {**values, "usage": usage}
+    return "checkpoint.accepted", 1, {**values, "usage": usage}
 
 
 def receipt_of(run: Written, seq: int, **changes: Any) -> bytes:
@@ -116,7 +115,7 @@ def test_memory_does_not_grow_with_the_journal(tmp_path: Path) -> None:
     events: list[Event] = []
     for number in range(1, 401):
         answer = {"documents": documents, "cache": "miss", "took_us": 1}
-        events += [requested(number, "q"), (Kind.RETRIEVAL_ANSWERED, number, answer)]
+        events += [requested(number, "q"), ("retrieval.answered", number, answer)]
     run = write_run(tmp_path / "run", events)
     size = run.segment.stat().st_size
     assert size > 8_000_000

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.record import CLASSES, Cause, Kind, record_of
+from smartsearch_sidecar.run.record import CLASSES, Cause, record_of
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.journals import Event, answered, closed, failed, latched, requested, resumed
 from tests.fakes.raised import raises
@@ -15,31 +15,31 @@ from tests.fakes.raised import raises
 
 def claimed(max_calls: int = 10) -> Event:
     """The first record."""
-    return Kind.RUN_CLAIMED, None, {"max_calls": max_calls, "claim_sha256": "c" * 64}
+    return "run.claimed", None, {"max_calls": max_calls, "claim_sha256": "c" * 64}
 
 
 def folded(*events: Event, max_calls: int = 10) -> RunState:
     """The state after these events, claimed first."""
     state = RunState()
     for kind, number, data in (claimed(max_calls), *events):
-        state.fold(record_of(kind.value, number, data))
+        state.fold(record_of(kind, number, data))
     return state
 
 
 def declined(number: int, reason: str = "empty") -> Event:
     """A declined query."""
-    return Kind.RETRIEVAL_DECLINED, number, {"reason": reason, "env": "e", "call": "c"}
+    return "retrieval.declined", number, {"reason": reason, "env": "e", "call": "c"}
 
 
 def lost(number: int | None) -> Event:
     """A client that had gone."""
-    return Kind.DELIVERY_LOST, number, {"stage": "waiting"}
+    return "delivery.lost", number, {"stage": "waiting"}
 
 
 def checkpoint(step: int = 1, **data: Any) -> Event:
     """An accepted checkpoint."""
     rest: dict[str, Any] = {"path": None, "manifest_sha256": None, "occurrence": 1, "usage": {}}
-    return Kind.CHECKPOINT_ACCEPTED, 1, {"step": step, **rest, **data}
+    return "checkpoint.accepted", 1, {"step": step, **rest, **data}
 
 
 ASK = requested(1, "one")
@@ -102,7 +102,7 @@ def test_lost_deliveries_are_counted() -> None:
 def test_checkpoints_are_counted_by_step() -> None:
     """The same step may come again, and is told apart by its occurrence."""
     data = {"step": 6, "path": None, "manifest_sha256": None, "state": "pending"}
-    refused = Kind.CHECKPOINT_REFUSED, 1, data
+    refused = "checkpoint.refused", 1, data
     state = folded(checkpoint(5), checkpoint(5), refused)
     assert (state.checkpoints_accepted, state.checkpoints_refused) == (2, 1)
     assert state.checkpoint_steps == {5: 2}
@@ -173,11 +173,11 @@ LATCH = latched("operator")
         pytest.param([requested(2, "two")], id="number skipped"),
         pytest.param([ASK, ASK], id="number used twice"),
         pytest.param([requested(0, "none")], id="number below the first"),
-        pytest.param([(Kind.RETRIEVAL_REQUESTED, None, {})], id="no number"),
+        pytest.param([("retrieval.requested", None, {})], id="no number"),
         pytest.param([ANSWER], id="answered without being admitted"),
         pytest.param([ASK, ANSWER, ANSWER], id="answered twice"),
         pytest.param([ASK, ANSWER, failed(1)], id="answered and failed"),
-        pytest.param([ASK, (Kind.RETRIEVAL_FAILED, None, {})], id="failed without a number"),
+        pytest.param([ASK, ("retrieval.failed", None, {})], id="failed without a number"),
         pytest.param([declined(2)], id="declined out of order"),
         pytest.param([LATCH, LATCH], id="latched twice"),
         pytest.param([LATCH, ASK], id="admitted after the latch"),
@@ -207,21 +207,21 @@ def test_search_over_the_quota_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "number", "data"),
     [
-        (Kind.RUN_CLAIMED, None, {}),
-        (Kind.RUN_CLAIMED, None, {"max_calls": "many", "claim_sha256": ""}),
-        (Kind.RUN_CLAIMED, None, {"max_calls": 1, "claim_sha256": "", "reward": []}),
-        (Kind.RETRIEVAL_DECLINED, 1, {}),
-        (Kind.RETRIEVAL_DECLINED, 1, {"reason": []}),
-        (Kind.LATCH_CLOSED, None, {}),
-        (Kind.CHECKPOINT_ACCEPTED, 1, {"step": 1, "usage": 3}),
-        (Kind.CHECKPOINT_ACCEPTED, 1, {}),
-        (Kind.REWARD_REQUESTED, 1, {}),
-        (Kind.REWARD_REQUESTED, 1, {"split": "train"}),
-        (Kind.HELPER_FAILED, 1, {"split": "train", "usage": 7}),
+        ("run.claimed", None, {}),
+        ("run.claimed", None, {"max_calls": "many", "claim_sha256": ""}),
+        ("run.claimed", None, {"max_calls": 1, "claim_sha256": "", "reward": []}),
+        ("retrieval.declined", 1, {}),
+        ("retrieval.declined", 1, {"reason": []}),
+        ("latch.closed", None, {}),
+        ("checkpoint.accepted", 1, {"step": 1, "usage": 3}),
+        ("checkpoint.accepted", 1, {}),
+        ("reward.requested", 1, {}),
+        ("reward.requested", 1, {"split": "train"}),
+        ("helper.failed", 1, {"split": "train", "usage": 7}),
     ],
 )
 def test_record_without_what_is_read_of_it_is_refused(
-    kind: Kind, number: int | None, data: dict[str, Any]
+    kind: str, number: int | None, data: dict[str, Any]
 ) -> None:
     """Missing or misshapen data is a damaged ledger, never a traceback."""
     with pytest.raises(errors.LedgerCorrupt):
@@ -231,13 +231,12 @@ def test_record_without_what_is_read_of_it_is_refused(
 def test_answer_without_its_cache_is_refused() -> None:
     """The same for a record that passes every other rule."""
     with pytest.raises(errors.LedgerCorrupt):
-        folded(ASK, (Kind.RETRIEVAL_ANSWERED, 1, {"documents": []}))
+        folded(ASK, ("retrieval.answered", 1, {"documents": []}))
 
 
 def test_every_kind_has_a_rule() -> None:
     """No record that can be written is unknown to the fold."""
     assert set(RunState._STEPS) == set(CLASSES.values())
-    assert set(CLASSES) == set(Kind)
     with pytest.raises(errors.LedgerCorrupt, match="written by a newer version"):
         record_of("run.dreamt", None, {})
 
