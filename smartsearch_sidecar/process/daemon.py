@@ -47,8 +47,8 @@ from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.service import Service, ServicePolicy
 from smartsearch_sidecar.web.app import App
-from smartsearch_sidecar.web.edge.runtime import listen
-from smartsearch_sidecar.web.edge.server import EdgeServer, drain
+from smartsearch_sidecar.web.edge.connection import EdgeServer
+from smartsearch_sidecar.web.edge.server import drain, listen
 from smartsearch_sidecar.web.ready import ServedRun
 from smartsearch_sidecar.web.routes import Capabilities
 

@@ -27,9 +27,9 @@ from smartsearch_sidecar.run.line import Draft, draft, encode_line
 from smartsearch_sidecar.run.record import NativeCall, RetrievalAnswered, RetrievalRequested
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.run.state import RunState
+from smartsearch_sidecar.web.edge.connection import EdgeServer
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
-from smartsearch_sidecar.web.edge.runtime import listen
-from smartsearch_sidecar.web.edge.server import EdgeServer
+from smartsearch_sidecar.web.edge.server import listen
 from smartsearch_sidecar.web.routes import Capabilities, read_body
 from tests.benchmarks.instant import Instant
 from tests.fakes.served import ENVIRONMENT, INTERNAL_CAPABILITY

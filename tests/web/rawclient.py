@@ -9,9 +9,9 @@ import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from smartsearch_sidecar.web.edge.connection import EdgeServer, Handler
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
-from smartsearch_sidecar.web.edge.runtime import listen
-from smartsearch_sidecar.web.edge.server import EdgeServer, Handler, drain
+from smartsearch_sidecar.web.edge.server import drain, listen
 from tests.fakes.until import until
 
 PATIENCE = 10.0  # seconds until a wait in a test is a finding

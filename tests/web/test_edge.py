@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.web.edge.connection import Handler
 from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
     BEFORE_WRITE,
@@ -20,7 +21,6 @@ from smartsearch_sidecar.web.edge.request import (
     Reply,
     response_head,
 )
-from smartsearch_sidecar.web.edge.server import Handler
 from tests.fakes.until import until
 from tests.web.rawclient import (
     PATIENCE,

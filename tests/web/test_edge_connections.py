@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.edge import server as edge_server
+from smartsearch_sidecar.web.edge import connection as edge_connection
+from smartsearch_sidecar.web.edge.connection import EdgeServer
 from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
     AT_WRITE,
@@ -19,7 +20,7 @@ from smartsearch_sidecar.web.edge.request import (
     Reply,
     response_head,
 )
-from smartsearch_sidecar.web.edge.server import EdgeServer, drain
+from smartsearch_sidecar.web.edge.server import drain
 from tests.fakes.until import until
 from tests.web.rawclient import (
     CAPABILITY,
@@ -417,7 +418,7 @@ async def test_request_that_meets_the_farewell_of_a_drain_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call that crosses our goodbye gets no answer, so it must not pass unseen."""
-    monkeypatch.setattr(edge_server, "HALF_CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(edge_connection, "HALF_CLOSE_SECONDS", PATIENCE)
     async with serving() as served:
         client = await served.connect()
         await client.send(message())

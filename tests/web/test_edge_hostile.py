@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.edge import server as edge_server
+from smartsearch_sidecar.web.edge import connection as edge_connection
 from smartsearch_sidecar.web.edge.request import BAD_MESSAGE, EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.edge.server import drain
 from tests.fakes.until import until
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.both_loops
 @pytest.fixture(autouse=True)
 def long_half_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """A half-close outlasts any pause of this machine: what is tested is what a stranger hears."""
-    monkeypatch.setattr(edge_server, "HALF_CLOSE_SECONDS", PATIENCE)
+    monkeypatch.setattr(edge_connection, "HALF_CLOSE_SECONDS", PATIENCE)
 
 
 OURS = b"POST " + MARKER + b"execute HTTP/1.1\r\n"

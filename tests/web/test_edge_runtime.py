@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.web.edge import runtime
+from smartsearch_sidecar.web.edge.connection import EdgeConnection, EdgeServer
 from smartsearch_sidecar.web.edge.request import EdgeRequest
 from smartsearch_sidecar.web.edge.runtime import (
     AIOHTTP_BELOW,
@@ -32,9 +33,8 @@ from smartsearch_sidecar.web.edge.runtime import (
     LEANED_ON,
     OURS,
     check_runtime,
-    listen,
 )
-from smartsearch_sidecar.web.edge.server import EdgeConnection, EdgeServer
+from smartsearch_sidecar.web.edge.server import listen
 from tests.fakes.raised import raises
 from tests.web.rawclient import Recorder
 
@@ -246,8 +246,8 @@ import asyncio
 from aiohttp import web_protocol
 del web_protocol._ErrInfo
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.web.edge.runtime import listen
-from smartsearch_sidecar.web.edge.server import EdgeServer
+from smartsearch_sidecar.web.edge.connection import EdgeServer
+from smartsearch_sidecar.web.edge.server import listen
 
 async def main():
     server = EdgeServer(

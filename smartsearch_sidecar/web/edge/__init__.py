@@ -15,6 +15,6 @@ text on the other side. Three promises:
 - Every wait is bounded: by the constants of these files, and by ``keepalive_seconds`` for headers
   and idle connections.
 
-``runtime.py`` is the door: it opens after a check of what the other files lean on. A caller imports
-each name from the file that owns it.
+``server.py`` accepts connections once ``runtime.py`` has checked what the other files lean on. A
+caller imports each name from the file that owns it.
 """

@@ -1,4 +1,4 @@
-"""The door: it opens with an aiohttp and a system that give what the edge leans on.
+"""The check at start: whether aiohttp and the system give what the edge leans on.
 
 aiohttp promises nothing about most of these names, and a patch release may change any of them. So
 the table below names each one that the other files of this room lean on, and a check at start looks
@@ -6,7 +6,7 @@ whether they are there, and lets exchanges pass through our own classes, without
 release inside the range of versions that passes is served; one that does not is refused by a
 sentence that names what is missing.
 
-Apart from the daemon, its one user, so that aiohttp's insides stay in this folder.
+Apart from `server.py`, its one user, because it is a table and its own exchanges, no serving.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import aiohttp
 from aiohttp import http, web, web_protocol
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.web.edge.connection import EdgeConnection, EdgeServer
 from smartsearch_sidecar.web.edge.request import (
     BAD_MESSAGE,
     INTERNAL_ERROR,
@@ -30,27 +31,13 @@ from smartsearch_sidecar.web.edge.request import (
     Reply,
     response_head,
 )
-from smartsearch_sidecar.web.edge.server import EdgeConnection, EdgeServer
 
 # pyproject.toml allows the same range, and a test holds them together.
 AIOHTTP_FROM: Final = (3, 14, 5)
 AIOHTTP_BELOW: Final = (3, 15)
 AIOHTTP_TESTED: Final = "3.14.5"  # the whole suite has run against it
 C_PARSER: Final = "aiohttp._http_parser"
-BACKLOG: Final = 4096  # connections; at 1024 half of 2,000 newcomers wait a second for a SYN retry
 TURNS: Final = 20  # of the loop, that an exchange without a socket takes at most
-
-
-async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
-    """Accept connections on the bound TCP socket; accepted ones inherit its stall bound.
-
-    Raises:
-        NotAvailable: aiohttp or the system lacks what the edge leans on.
-    """
-    await check_runtime()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
-    loop = asyncio.get_running_loop()
-    return await loop.create_server(server, sock=sock, backlog=BACKLOG)
 
 
 async def check_runtime(version: str = aiohttp.__version__) -> None:
@@ -96,14 +83,14 @@ def _untested(fault: str, version: str) -> errors.UsageError:
 # Whose each name is, and in which file we use it; the name, and why. "RequestHandler" is one before
 # its connection is made, "BaseRequest" one as aiohttp's own constructor makes it.
 LEANED_ON: Final[dict[tuple[str, str], dict[str, str]]] = {
-    ("web_protocol", "server"): {"_ErrInfo": "malformed bytes, as they stand in the queue"},
+    ("web_protocol", "connection"): {"_ErrInfo": "malformed bytes, as they stand in the queue"},
     ("http", "runtime"): {"HttpRequestParser": "the parser in C, which refuses more"},
-    ("Server", "server"): {
+    ("Server", "connection"): {
         "_loop": "the loop that connections are given",
         "_kwargs": "the options that connections are given",
         "connections": "the connections still served",
     },
-    ("RequestHandler", "server"): {
+    ("RequestHandler", "connection"): {
         "_loop": "time, futures",
         "_messages": "requests that wait: what is malformed, cut off",
         "_request_count": "how many requests a segment brought",
@@ -132,7 +119,7 @@ LEANED_ON: Final[dict[tuple[str, str], dict[str, str]]] = {
     ("StreamReader", "request"): dict.fromkeys(
         ("is_eof", "read", "read_nowait", "feed_eof"), "a body, and whether it is whole"
     ),
-    ("StreamWriter", "server"): {
+    ("StreamWriter", "connection"): {
         "output_size": "whether an answer has begun",
         "drain": "until an answer is on its way",
     },
