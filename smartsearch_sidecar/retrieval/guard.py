@@ -30,12 +30,10 @@ RETRY_SECONDS: Final = 0.25
 """The pause before the first further try: a retriever that is being restarted refuses connections
 for about a second, so a try at once would meet the same."""
 RETRY_GROWTH: Final = 4
-RETRY_SECONDS_MAX: Final = 2.0
-"""Of one pause: 0.25 s, 1 s, then 2 s each; a deadline holds few more."""
+RETRY_SECONDS_MAX: Final = 2.0  # of one pause: 0.25 s, 1 s, then 2 s each
 
 Outcome = Literal["miss", "shared", "hit"]
-Key = tuple[str, int | None]
-"""A query and how many passages are asked for; ``None`` is the contract's number."""
+Key = tuple[str, int | None]  # a query and its passages at most; ``None``: the contract's number
 
 
 class Guard:

@@ -28,8 +28,7 @@ SEARCH_END: Final = "</search>"
 RESULT_START: Final = "<result>"
 RESULT_END: Final = "</result>"
 DIGEST_BYTES: Final = 16  # two of 10 million texts collide with a probability of 1e-25
-UNCOUNTED_ANSWERS: Final = 16
-"""Room beyond the capacity for constant answers that consume no attempt (a declined query)."""
+UNCOUNTED_ANSWERS: Final = 16  # constant ones that consume no attempt (a declined query)
 
 _FREE: Final = bytes(DIGEST_BYTES)
 _SHARD_DIGESTS: Final = 2048  # a full table is rebuilt on the loop: so many take well under 10 ms

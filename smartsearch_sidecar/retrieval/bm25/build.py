@@ -45,8 +45,7 @@ from smartsearch_sidecar.retrieval.bm25.corpus import Corpus, Format
 from smartsearch_sidecar.retrieval.bm25.manifest import Manifest, publish, seal, workshop
 from smartsearch_sidecar.retrieval.passages import carries_tag
 
-BuildProgress = Callable[[str, int, int], None]
-"""Told stage, how much is done, and how much there is in all (0: not known)."""
+BuildProgress = Callable[[str, int, int], None]  # stage, how much is done, and in all (or 0)
 
 FANOUT: Final = 8  # how many segments of a like size tantivy's policy merges
 _LEVEL_PASSAGES_MIN: Final = 5_000  # a merged segment must be told from its parts by size
