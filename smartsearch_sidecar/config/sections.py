@@ -179,9 +179,6 @@ Routes = Annotated[
 ]
 
 
-# --- the sections ---------------------------------------------------------------------------------
-
-
 class RunSection(Section):
     """The run this process serves."""
 
