@@ -172,9 +172,6 @@ def parquet_rows(path: Path, columns: list[str]) -> Iterator[Mapping[str, Any]]:
         raise errors.USAGE(f"{path} is a damaged Parquet file ({type(exc).__name__})") from None
 
 
-# --- words ----------------------------------------------------------------------------------------
-
-
 def _json(census: Census) -> dict[str, Any]:
     return {
         "rows": census.rows,

@@ -61,9 +61,6 @@ def _no_history() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-# --- verify ---------------------------------------------------------------------------------------
-
-
 @app.command()
 def verify(
     runs: Annotated[
@@ -187,9 +184,6 @@ def _ending(found: Verification) -> str:
     return f"without run.closed: the process was killed or its machine stopped{again}"
 
 
-# --- show -----------------------------------------------------------------------------------------
-
-
 @app.command()
 def show(
     run: RunDir,
@@ -237,9 +231,6 @@ def _styled(row: Shown) -> Text:
     )
 
 
-# --- export ---------------------------------------------------------------------------------------
-
-
 @app.command()
 def export(
     run: RunDir,
@@ -259,9 +250,6 @@ def export(
         typer.echo(f"{written.declined:,} declined queries have no file in this layout")
     if written.torn:
         typer.echo("the journal's last line is torn and was left out", err=True)
-
-
-# --- replay ---------------------------------------------------------------------------------------
 
 
 @app.command()
@@ -287,25 +275,21 @@ def replay(
         }
         typer.echo(json.dumps(value, indent=2, sort_keys=True))
     else:
-        for sentence in _replayed(result, strange):
-            typer.echo(sentence)
+        if strange:
+            names = printable(", ".join(strange))
+            typer.echo(f"another provider than the claim's: {names} differ")
+        counts = result.counts
+        typer.echo(
+            f"{result.searches:,} searches asked again: {counts[Outcome.EQUAL]:,} equal, "
+            f"{counts[Outcome.NEAR_TIE]:,} near ties, {counts[Outcome.REORDERED]:,} reordered, "
+            f"{counts[Outcome.DIFFERENT]:,} different, {counts[Outcome.FAILED]:,} failed"
+        )
+        for item in result.differences:
+            told = f"{item.outcome.value}: {printable(item.detail)}"
+            typer.echo(f"  #{item.number} {told}  “{printable(item.query, 80)}”")
+        if result.torn:
+            typer.echo("the journal's last line is torn and was left out")
     raise typer.Exit(0 if result.same else 1)
-
-
-def _replayed(result: Replayed, strange: list[str]) -> Iterator[str]:
-    if strange:
-        yield f"another provider than the claim's: {printable(', '.join(strange))} differ"
-    counts = result.counts
-    yield (
-        f"{result.searches:,} searches asked again: {counts[Outcome.EQUAL]:,} equal, "
-        f"{counts[Outcome.NEAR_TIE]:,} near ties, {counts[Outcome.REORDERED]:,} reordered, "
-        f"{counts[Outcome.DIFFERENT]:,} different, {counts[Outcome.FAILED]:,} failed"
-    )
-    for item in result.differences:
-        query = printable(item.query, 80)
-        yield f"  #{item.number} {item.outcome.value}: {printable(item.detail)}  “{query}”"
-    if result.torn:
-        yield "the journal's last line is torn and was left out"
 
 
 async def _replay(run: Path, config: Config, progress: Progress) -> tuple[Replayed, list[str]]:

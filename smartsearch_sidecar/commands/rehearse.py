@@ -131,9 +131,6 @@ def _run(
     return result, source
 
 
-# --- what is shown -------------------------------------------------------------------------------
-
-
 @contextmanager
 def _view(stats: CallStats, internal: Client, ranks: int) -> Iterator[Callable[[float], None]]:
     """A table on a terminal, a line every few seconds elsewhere."""

@@ -76,9 +76,6 @@ def _print_failed(cause: Cause | None) -> None:
     )
 
 
-# --- demo -----------------------------------------------------------------------------------------
-
-
 def demo(
     config: Annotated[Path, Option(help="The demo's configuration.")] = Path("config/demo.toml"),
     corpus: Annotated[Path, Option(help="The vital articles, fetched by make setup.")] = Path(

@@ -233,9 +233,8 @@ def _reason(message: str, data: bytes) -> tuple[str, int]:
 
 
 def _read_words(kind: Any, words: str) -> Any:
-    """A variable's text as a value of the kind its key holds.
-
-    Text of another kind stays text: validation refuses it with everything else that is wrong.
+    """A variable's text as a value of the kind its key holds. Text of another kind stays text:
+    validation refuses it with everything else that is wrong.
     """
     try:
         if kind in (int, float):
@@ -251,18 +250,13 @@ def _read_words(kind: Any, words: str) -> Any:
     return words
 
 
-# --- the sentences --------------------------------------------------------------------------------
-
-
 def env_name(key: str) -> str:
     return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def nearest(key: str) -> str:
-    """The known key or section a person most likely meant.
-
-    A slip of a letter inside the section first, then the same word in another section, then
-    the closest of all names.
+    """The known key or section a person most likely meant: a slip of a letter inside the section
+    first, then the same word in another section, then the closest of all names.
     """
     section, _, leaf = key.rpartition(".")
     known = {name: name.rpartition(".")[::2] for name in (*FIELDS, *SECTIONS)}

@@ -32,8 +32,6 @@ from smartsearch_sidecar.config.sections import (
 
 
 class Config(Section):
-    """Everything, loaded and checked."""
-
     profile: Literal["training", "reference"] = "training"
     """Presets the keys that show two defaults; `reference` equals the reference implementation."""
     run: RunSection = Field(default_factory=RunSection)

@@ -175,9 +175,6 @@ Routes = Annotated[
 ]
 
 
-# --- the sections ---------------------------------------------------------------------------------
-
-
 class RunSection(Section):
     """The run this process serves."""
 

@@ -41,10 +41,8 @@ _KNOWN = "known question"
 
 
 class Options(NamedTuple):
-    """The operator's options.
-
-    ``ranks`` are the rollout ranks of this node. ``question`` must find a passage, and one that
-    holds the text ``passage``. ``trial_call`` calls the helper once, which costs tokens.
+    """The operator's options: ``question`` must find a passage, and one that holds ``passage``;
+    ``trial_call`` calls the helper once, which costs tokens.
     """
 
     ranks: int | None = None

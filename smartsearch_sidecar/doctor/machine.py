@@ -67,7 +67,6 @@ def error(name: str, text: str, remedy: str | None = None) -> Finding:
 
 
 def check_ports(config: Config) -> Iterator[Finding]:
-    """Whether both listeners could be bound now."""
     server = config.server
     given = [("port", server.host, server.port)]
     if server.probe_port is not None:
@@ -226,7 +225,6 @@ def _covers(name: str, address: str) -> bool:
 
 
 def check_directory(directory: Path | None) -> Finding:
-    """Whether ``serve`` can make the run directory."""
     name = "run directory"
     if directory is None:
         remedy = "pass --run-dir, here and to `serve`"

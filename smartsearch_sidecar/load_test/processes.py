@@ -129,8 +129,6 @@ def scratch_sidecar(config: Path, run: Path) -> Iterator[Endpoints]:
 
 @dataclass(slots=True)
 class CallStats:
-    """Every call's outcome and seconds."""
-
     outcomes: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
@@ -333,7 +331,6 @@ def _slots(result: LoadTestResult, slots: int) -> tuple[int, str]:
 
 
 def as_json(result: LoadTestResult, config: Config) -> dict[str, Any]:
-    """JSON values: the verdict first."""
     stats = result.stats
     why = reasons(result, config)
     return {

@@ -113,9 +113,8 @@ class Daemon:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.files = RunFiles(
-            config.run.needed_directory(), disk=self.disk, sync=config.ledger.sync
-        )
+        directory = config.run.needed_directory()
+        self.files = RunFiles(directory, disk=self.disk, sync=config.ledger.sync)
         self._log = structlog.get_logger("daemon")
         self._stop = asyncio.Event()
         self.port: int | None = None
@@ -123,10 +122,8 @@ class Daemon:
         self._edges: list[EdgeServer] = []
         self._listeners: list[asyncio.Server] = []
         server = config.server
-        self.secrets = (
-            _capability(server.execute_capability),
-            _capability(server.internal_capability),
-        )
+        given = server.execute_capability, server.internal_capability
+        self.secrets = tuple(map(_capability, given))
         """The capabilities, to mask them in each log line."""
         self.observer = Observer()
         self.app = App(
@@ -195,8 +192,6 @@ class Daemon:
         await self._stop.wait()
         await self._wind_down(parts)
         return EXIT_LATCHED if parts.run.state.closed else EXIT_FINE
-
-    # --- building ---------------------------------------------------------------------------------
 
     async def _listen(self) -> int:
         """The port, once it answers. Both listeners are bound first, before the index loads, so
@@ -282,8 +277,6 @@ class Daemon:
             parts.rewards, parts.scoring = rewards, rewards.scoring(run)
             parts.watching = asyncio.create_task(rewards.watch(run), name="helper-identity")
         return parts
-
-    # --- closing ----------------------------------------------------------------------------------
 
     async def _wind_down(self, parts: Parts) -> None:
         run, slots, scoring = parts.run, parts.service.slots, parts.scoring
