@@ -32,20 +32,11 @@ def printable(text: str, limit: int = TEXT_CHARACTERS_MAX) -> str:
 
 
 def _escaped(character: str) -> str:
-    if character.isprintable():
-        return character
-    code = ord(character)
-    if character in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}[character]
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def readable_query(asked: Asked) -> str:
-    """The query of a request for a person; the call itself where it cannot be read. A query without
-    a UTF-8 form is recorded as empty, so the call says more than an empty query.
-    """
+    """The query for a person; the call where it is unreadable, or the query has no UTF-8 form."""
     if isinstance(asked, ClientQuery) or asked.query:
         return asked.query or ""
     try:
@@ -68,9 +59,7 @@ class Filter:
         since: str | None = None,
         until: str | None = None,
     ) -> None:
-        """Reads a person's words; ``since`` is inclusive, ``until`` exclusive. Raises
-        ``UsageError`` that says what is allowed.
-        """
+        """``since`` is inclusive, ``until`` exclusive. Raises ``UsageError``."""
         self._kinds = frozenset(kind for word in kinds for kind in _kinds_of(word))
         self._numbers = frozenset(numbers)
         self._since, self._until = _moment(since), _moment(until)
@@ -158,10 +147,7 @@ def shown(line: Line) -> Shown:
     record = line.record
     try:
         text = _of_search(record)
-    except (
-        *(errors.LedgerCorrupt, ArithmeticError, AttributeError),
-        *(LookupError, TypeError, ValueError),
-    ):
+    except (errors.LedgerCorrupt, *kinds.MISREAD):
         text = printable(orjson.dumps(line.data).decode())
     at = printable(line.at.replace("T", " ").removesuffix("Z"))
     tone = _TONES.get(type(record), Tone.PLAIN)

@@ -30,17 +30,10 @@ from smartsearch_sidecar.contract.execute import TOP_N
 from smartsearch_sidecar.ledger.file import DIRECTORY_MODE, FILE_MODE
 from smartsearch_sidecar.ledger.reader import Progress
 from smartsearch_sidecar.ledger.recorded_queries import RecordedRun
-from smartsearch_sidecar.ledger.recovery import read_latch
+from smartsearch_sidecar.ledger.recovery import read_object
+from smartsearch_sidecar.run import record as kinds
 from smartsearch_sidecar.run.json_values import canonical_digest
 from smartsearch_sidecar.run.line import Line
-from smartsearch_sidecar.run.record import (
-    ClientQuery,
-    LatchClosed,
-    NativeCall,
-    RetrievalAnswered,
-    RetrievalFailed,
-    RetrievalRequested,
-)
 
 SOURCE: Final = "smartsearch.wikipedia_search"
 _CLAIM_KEYS: Final = ("retrieval", "max_retrieval_calls", "environment", "arbitrary_code_execution")
@@ -48,9 +41,7 @@ _CLAIM_KEYS: Final = ("retrieval", "max_retrieval_calls", "environment", "arbitr
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export wrote. ``declined`` queries have no file in this layout; ``torn`` says that
-    the journal's last line was left out.
-    """
+    """What an export wrote; ``declined`` queries have no file. ``torn``: without the last line."""
 
     requests: int
     responses: int
@@ -112,7 +103,7 @@ class _Layout:
                 raise errors.LEDGER_CORRUPT(f"{scan.place}: {reason}") from None
         scan.require_whole()
         if latch is not None and scan.history.latch is None:
-            self._rejection = read_latch(latch)
+            self._rejection = read_object(latch)
         self._reject()
         state = scan.history.state
         rejected, torn = self._rejection is not None, scan.torn_bytes > 0
@@ -121,21 +112,21 @@ class _Layout:
 
     def _line(self, line: Line) -> None:
         match line.record:
-            case LatchClosed(cause):
+            case kinds.LatchClosed(cause):
                 self._rejection = cause.to_data()
-            case RetrievalRequested(number, ClientQuery(route)):
+            case kinds.RetrievalRequested(number, kinds.ClientQuery(route)):
                 raise errors.USAGE(
                     f"search {number} came by /{route:.20}, for which the reference has no "
                     "files: only a run whose every search came by /execute can be exported to it"
                 )
-            case RetrievalRequested(number, NativeCall() as asked):
+            case kinds.RetrievalRequested(number, kinds.NativeCall() as asked):
                 self._queries[number] = self._run.query(asked)
                 self._save(f"request-{number:06d}.json", {"env": asked.env, "call": asked.call})
-            case RetrievalAnswered(number) as answered:
+            case kinds.RetrievalAnswered(number) as answered:
                 query = self._queries.pop(number)
                 value = _response(query, answered.documents(), self._identity)
                 self._save(f"response-{number:06d}.json", value)
-            case RetrievalFailed(number) as failed:
+            case kinds.RetrievalFailed(number) as failed:
                 self._queries.pop(number)
                 self._failed.add(number)
                 value = {"error_type": failed.cause, "error": failed.detail}
@@ -149,23 +140,16 @@ class _Layout:
             self._rejection = None
             return
         cause = latch.get("cause", "ledger_failed")
-        self._save(
-            "transport-rejected.json",
-            {
-                # A provider that failed before its attempt began: named there by the answer's code.
-                "code": "http_retrieval_failed" if cause == "retrieval_failed" else cause,
-                "retrieval_attempt_consumed": bool(latch.get("attempt_consumed")),
-                "no_automatic_retry": True,
-                "accept_checkpoint": False,
-            },
-        )
+        # A provider that failed before its attempt began: named there by the answer's code.
+        value = {"code": "http_retrieval_failed" if cause == "retrieval_failed" else cause}
+        value["retrieval_attempt_consumed"] = bool(latch.get("attempt_consumed"))
+        value |= {"no_automatic_retry": True, "accept_checkpoint": False}
+        self._save("transport-rejected.json", value)
 
     def _save(self, name: str, value: Any) -> None:
         data = json.dumps(value, ensure_ascii=False, sort_keys=True, allow_nan=False).encode()
-        fd = os.open(
-            self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE
-        )
-        with os.fdopen(fd, "wb") as stream:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(self._folder / name, flags, FILE_MODE), "wb") as stream:
             stream.write(data)
 
 

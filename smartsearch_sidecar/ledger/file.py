@@ -48,11 +48,6 @@ def segment_index(name: str) -> int | None:
     return index if segment_name(index) == name else None
 
 
-def torn_name(segment: int, offset: int, nth: int) -> str:
-    """Where a torn tail is kept: by segment and byte; ``nth`` counts the copies of that place."""
-    return f"torn-{segment:06d}-{offset}{f'-{nth}' if nth > 1 else ''}.bin"
-
-
 def is_ours(name: str) -> bool:
     """Whether a name may stand in a run directory."""
     return _OURS.fullmatch(name) is not None
@@ -321,11 +316,11 @@ class RunFiles:
         self.disk.point(f"{name}:removed")
 
     def set_aside(self, segment: int, offset: int, data: bytes) -> Path:
-        """Keeps a torn tail in a file of its own, durable when this returns. A copy that an earlier
-        try left whole is used again; one that it left in part stays.
+        """Keeps a torn tail in a file of its own, named by segment and byte, durable when this
+        returns. A copy that an earlier try left whole is used again; one left in part stays.
         """
         for nth in range(1, 1000):
-            name = torn_name(segment, offset, nth)
+            name = f"torn-{segment:06d}-{offset}{f'-{nth}' if nth > 1 else ''}.bin"
             try:
                 self.create_only(name, data)
             except FileExistsError:

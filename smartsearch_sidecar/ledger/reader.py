@@ -93,9 +93,7 @@ class History:
         self.latch: Line | None = None
 
     def read(self, raw: bytes) -> Line:
-        """Takes one line without its newline. Raises ``LedgerCorrupt`` with the reason; the place
-        is the caller's to name.
-        """
+        """Takes one line without its newline. Raises ``LedgerCorrupt``, without the place."""
         if self._newer is not None:  # before anything of it is judged by the rules of this version
             raise errors.LEDGER_CORRUPT(self._newer)
         line = decode_line(raw, documents=self._documents)
@@ -331,9 +329,7 @@ class Scan:
             self.end = End(Tail.CLEAN, 0, newline=False)
 
     def _segment(self, segment: Segment, *, last: bool) -> Iterator[Line]:
-        """The records of one segment. The last piece of the last one is read by rules of its own:
-        so one line is always held back.
-        """
+        """One line is held back: the last piece of the last segment is read by rules of its own."""
         read = self.history.read
         held: bytes | None = None
         batch: tuple[list[bytes], bytes] = ([], b"")

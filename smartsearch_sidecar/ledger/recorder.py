@@ -161,8 +161,8 @@ class Run:
     """What the services, the gate and the page of one run share.
 
     ``state`` is read to decide; ``recorder`` folds and records what was decided, through
-    ``writer``; ``quota`` is ``None`` in a run of one node; ``observer``
-    hears of every record that is on the medium.
+    ``writer``; ``quota`` is ``None`` in a run of one node; ``observer`` hears of every record that
+    is on the medium.
     """
 
     state: RunState

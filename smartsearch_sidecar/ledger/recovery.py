@@ -23,6 +23,7 @@ copy the torn tail aside, trim, end the last line, write ``latch.json``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _observe_latch(raw: bytes | None, history: History) -> LatchFile:
     """Holds the bytes of ``latch.json`` against the journal."""
     if raw is None:
         return LatchFile.ABSENT
-    value = _object(raw) or {}
+    value = read_object(raw)
     if "seq" not in value and "sum" not in value:
         return LatchFile.NAMES_NONE
     line = history.latch
@@ -132,17 +133,13 @@ def _observe_latch(raw: bytes | None, history: History) -> LatchFile:
     return LatchFile.AGREES if same else LatchFile.DISAGREES
 
 
-def read_latch(raw: bytes) -> Mapping[str, Any]:
-    """``latch.json`` as a mapping; empty where the file was cut short while it was written."""
-    return _object(raw) or {}
-
-
-def _object(raw: bytes) -> dict[str, Any] | None:
-    try:
+def read_object(raw: bytes) -> dict[str, Any]:
+    """A JSON object; empty where the file was cut short while it was written."""
+    with contextlib.suppress(orjson.JSONDecodeError):
         value = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return None
-    return value if type(value) is dict else None
+        if type(value) is dict:
+            return value
+    return {}
 
 
 # --- what the restart itself means ----------------------------------------------------------------
@@ -187,10 +184,10 @@ def compare_claims(old: bytes, new: bytes) -> list[str]:
     Name, time, versions, directory and port of a run may differ; the configuration's digest is
     compared where no single key tells the difference.
     """
-    was, now = _object(old), _object(new)
-    if was is None:
+    was, now = read_object(old), read_object(new)
+    if not was:
         return ["claim.json: it is not readable as a claim"]
-    if now is None:
+    if not now:
         return ["the new claim: it is not readable as a claim"]
     was_compared, now_compared = _compared(was), _compared(now)
     before, after = flat(was_compared), flat(now_compared)
@@ -268,11 +265,10 @@ class Reopened:
         )
         if cause is None:
             return None
+        detail = "the process ended without run.closed: what was asked meanwhile is unknown"
         if cause == UNRESOLVED:
             what = f"searches {numbers(self.unsettled)}" if self.unsettled else "scores or calls"
             detail = f"{what} were admitted and not settled when the process ended"
-        else:
-            detail = "the process ended without run.closed: what was asked meanwhile is unknown"
         return Cause(cause, None, False, detail)
 
 
@@ -300,7 +296,7 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
         cause = line.record.cause
         files.create_only(LATCH, latch_file(seq=line.seq, at=line.at, total=line.sum, cause=cause))
     # A claim that a record chains to is whole; before that, its JSON has to show it.
-    if claim is not None and not history.seq and not _object(claim):
+    if claim is not None and not history.seq and not read_object(claim):
         files.remove(CLAIM)
         claim = None
     state = history.state
@@ -357,7 +353,7 @@ def _mend(files: RunFiles, scan: Scan) -> tuple[int, Path | None]:
 
 def _unrecorded(latch: bytes) -> Cause:
     """The cause of a ``latch.json`` whose record never reached the journal."""
-    value = read_latch(latch)
+    value = read_object(latch)
     if "cause" in value:
         return Cause.from_data(value)
     detail = "latch.json is there and cut short: the ledger failed while the cause was written"

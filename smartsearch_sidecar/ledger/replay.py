@@ -92,12 +92,12 @@ async def replay(
     Raises ``LedgerCorrupt`` where the run is damaged. Reading happens in a thread, a bounded
     batch at a time, so memory does not grow with the run.
     """
-    recorded = await asyncio.to_thread(_Recorded, directory, progress)
-    result = Replayed()
-    while batch := await asyncio.to_thread(recorded.take, concurrency * 16):
+    run = await asyncio.to_thread(RecordedRun, directory, progress)
+    searches, result = _answered(run), Replayed()
+    while batch := await asyncio.to_thread(_take, searches, concurrency * 16):
         await _ask(batch, search, concurrency, result)
-    recorded.scan.require_whole()
-    result.torn = recorded.scan.torn_bytes > 0
+    run.scan.require_whole()
+    result.torn = run.scan.torn_bytes > 0
     return result
 
 
@@ -109,32 +109,25 @@ class _Asked:
     documents: Sequence[Document]
 
 
-class _Recorded:
-    """The answered searches of a journal, as many at a time as are asked for. Blocking."""
+def _take(searches: Iterator[_Asked], most: int) -> list[_Asked]:
+    return list(itertools.islice(searches, most))
 
-    def __init__(self, directory: Path, progress: Progress | None) -> None:
-        self._run = RecordedRun(directory, progress)
-        self.scan = self._run.scan
-        self._open: dict[int, tuple[str, int]] = {}
-        self._searches = self._answered()
 
-    def take(self, most: int) -> list[_Asked]:
-        """The next ones; empty at the journal's end."""
-        return list(itertools.islice(self._searches, most))
-
-    def _answered(self) -> Iterator[_Asked]:
-        for line in self.scan:
-            match line.record:
-                case RetrievalRequested(number, asked):
-                    self._open[number] = (self._run.query(asked), recorded_top_n(asked))
-                case RetrievalFailed(number):
-                    self._open.pop(number, None)
-                case RetrievalAnswered(number) as answered:
-                    try:
-                        documents = answered.documents()
-                    except errors.LedgerCorrupt as exc:
-                        raise errors.LEDGER_CORRUPT(f"{self.scan.place}: {exc.message}") from None
-                    yield _Asked(number, *self._open.pop(number), documents)
+def _answered(run: RecordedRun) -> Iterator[_Asked]:
+    """The answered searches of a journal, each once its answer is read. Blocking."""
+    scan, asked_by = run.scan, dict[int, tuple[str, int]]()
+    for line in scan:
+        match line.record:
+            case RetrievalRequested(number, asked):
+                asked_by[number] = (run.query(asked), recorded_top_n(asked))
+            case RetrievalFailed(number):
+                asked_by.pop(number, None)
+            case RetrievalAnswered(number) as answered:
+                try:
+                    documents = answered.documents()
+                except errors.LedgerCorrupt as exc:
+                    raise errors.LEDGER_CORRUPT(f"{scan.place}: {exc.message}") from None
+                yield _Asked(number, *asked_by.pop(number), documents)
 
 
 async def _ask(batch: list[_Asked], search: Search, concurrency: int, result: Replayed) -> None:

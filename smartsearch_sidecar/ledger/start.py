@@ -53,11 +53,10 @@ def take_directory(
         found = reopen(files, progress=progress)
         files.remove(ENDPOINTS)  # a killed process left it, and its port may be another program's
         return found
-    except OSError as exc:
+    except BaseException as exc:
         files.close()
-        raise _unwritable(files, exc) from None
-    except BaseException:
-        files.close()
+        if isinstance(exc, OSError):
+            raise _unwritable(files, exc) from None
         raise
 
 

@@ -13,7 +13,6 @@ A run that is being served may be verified: its last line may still be under way
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,16 +22,9 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import CLAIM, LATCH
-from smartsearch_sidecar.ledger.reader import (
-    History,
-    Place,
-    Problem,
-    Progress,
-    RunReader,
-    Scan,
-    Tail,
-)
-from smartsearch_sidecar.ledger.recovery import Ending, Verdict, judge, observe, read_latch
+from smartsearch_sidecar.ledger.reader import History, Place, Problem, Progress, RunReader, Scan
+from smartsearch_sidecar.ledger.recovery import Ending, Verdict, judge, observe, read_object
+from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.line import Line, claim_digest, newer_format
 from smartsearch_sidecar.run.record import CheckpointAccepted
 from smartsearch_sidecar.run.state import RunState
@@ -40,7 +32,6 @@ from smartsearch_sidecar.run.state import RunState
 RECEIPT_FORMAT = 1
 """Of a receipt, stated in it. It grows when an older version would read a receipt wrongly."""
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 # What the receipt of a checkpoint and its record both say.
 _RECEIPT_KEYS = ("step", "path", "manifest_sha256", "occurrence", "usage", "nodes")
 
@@ -58,7 +49,7 @@ class ReceiptPlace:
         """Reads the three keys. Raises ``UsageError``; ``whose`` names the owner for it."""
         claim, seq, head = (value.get(key) for key in ("claim_sha256", "seq", "head"))
         for name, digest in (("claim_sha256", claim), ("head", head)):
-            if type(digest) is not str or not _SHA256.fullmatch(digest):
+            if not is_sha256(digest):
                 raise errors.USAGE(f"{whose} names no {name}: keep the body of /checkpoints")
         if type(seq) is not int or seq < 1:
             raise errors.USAGE(f"{whose} names no seq: keep the body of /checkpoints")
@@ -116,9 +107,7 @@ class CheckpointReceipt:
 def _hold(
     receipt: CheckpointReceipt, line: Line | None, history: History, *, healthy: bool
 ) -> str | None:
-    """Why a receipt is not of this history, or ``None`` where it is. ``line`` is the record at the
-    receipt's place; ``healthy`` whether the run was open and settled there.
-    """
+    """Why a receipt is not of this history; ``line`` and ``healthy`` are those of its place."""
     place = receipt.place(history.claim_sha256)
     if place.claim_sha256 != history.claim_sha256:
         return "the receipt is of another run: it names another claim.json"
@@ -270,24 +259,24 @@ def _notes(scan: Scan, latch: bytes | None, verdict: Verdict, *, served: bool) -
     """What a crash left behind, and a resume mends."""
     if verdict.write_latch:
         yield "latch.json is missing; the journal says that the latch is closed"
-    elif latch is not None and not read_latch(latch):
+    elif latch is not None and not read_object(latch):
         yield "latch.json is there and cut short: the run has failed"
     elif verdict.closed and scan.history.latch is None:
         yield "latch.json says that the run has failed; the journal could not record it"
-    if scan.end is not None and scan.end.tail is Tail.UNTERMINATED:
+    if scan.end is not None and scan.end.newline and not scan.torn_bytes:
         yield "the last line is whole and lacks its newline"
     if served:
         yield "endpoints.json is still there: the process did not end in order"
 
 
-def describe_previous(directory: Path, *, progress: Progress | None = None) -> dict[str, Any]:
+def describe_previous(directory: Path) -> dict[str, Any]:
     """What a new run's claim says of the run it follows (``run.previous``), verified, read-only.
 
     Name and claim, the last record's ``seq`` and ``head``, how the run ended, and the last
     checkpoint it accepted. Raises ``RunDirectoryError`` where the old run is still served,
     ``LedgerCorrupt`` where its history is damaged; one with a torn end is taken.
     """
-    found = verify(directory, progress=progress)
+    found = verify(directory)
     if found.live:
         raise errors.RUN_DIRECTORY(
             f"run.previous = {directory} is still being served: stop it before a run follows it"

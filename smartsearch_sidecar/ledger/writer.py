@@ -158,9 +158,7 @@ class Writer:
         return len(self._queue)
 
     def post(self, item: Draft) -> None:
-        """Hands a decision over; it is written in the order of posting, synced with a later one.
-        Raises ``LedgerFailed`` after a failure: the run is over.
-        """
+        """Written in the order of posting, synced with a later one. Raises ``LedgerFailed``."""
         self._put(item, None)
 
     def post_for_receipt(self, item: Draft) -> asyncio.Future[Receipt]:

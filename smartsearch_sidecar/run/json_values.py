@@ -24,10 +24,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 def has_utf8_form(text: str) -> bool:
-    """Whether ``text`` can be written as UTF-8.
-
-    Text with a lone surrogate cannot. JSON lets it in as an escape (``\\ud83d``).
-    """
+    """Whether it has no lone surrogate, which JSON lets in as an escape (``\\ud83d``)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -160,9 +157,7 @@ class Data:
 
     @classmethod
     def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
-        """Reads what ``to_data`` wrote: the values of the fields in order, without ``number``.
-        Raises ``LookupError`` or ``TypeError``.
-        """
+        """The fields' values without ``number``. Raises ``LookupError`` or ``TypeError``."""
         return [key.read(data) for key in _keys(cls)]  # type: ignore[arg-type] # the same
 
 

@@ -134,9 +134,7 @@ def claim_digest(claim: bytes) -> str:
 
 
 def newer_format(name: str, value: Any, known: int) -> str | None:
-    """Why a file of another format is not read, or ``None`` where it is ours to read. ``value`` is
-    its JSON; ``known`` the highest format that this version reads.
-    """
+    """Why a file of another format is not read; ``known`` is the highest this version reads."""
     stated = value.get("format", known) if type(value) is dict else known
     if type(stated) is int and stated <= known:
         return None

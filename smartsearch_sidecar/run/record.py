@@ -151,9 +151,7 @@ class RunClaimed(Record, kind="run.claimed"):
 
 @dataclass(frozen=True, slots=True)
 class RunResumed(Record, kind="run.resumed"):
-    """How a run was found that goes on. ``torn_bytes`` were trimmed and are in the file
-    ``set_aside``; ``unsettled`` are searches without a settlement.
-    """
+    """How a run that goes on was found; ``torn_bytes`` were trimmed into the file ``set_aside``."""
 
     clean: bool
     ending: str
@@ -266,10 +264,7 @@ class RetrievalDeclined(Record, kind="retrieval.declined"):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryLost(Record, kind="delivery.lost"):
-    """The client was gone before its answer was handed over.
-
-    ``number`` is the search it was the answer of, if any; ``others`` are more ones of its batch.
-    """
+    """The client was gone before the answer to search ``number``, and ``others`` of its batch."""
 
     number: int | None
     stage: str
@@ -322,10 +317,7 @@ class HelperAnswered(Record, kind="helper.answered"):
 
 @dataclass(frozen=True, slots=True)
 class HelperFailed(Record, kind="helper.failed"):
-    """A helper call without a usable answer.
-
-    ``usage`` are its input and output tokens where they were measured; ``sent`` is whether it left.
-    """
+    """No usable answer; ``usage``: input, output tokens if measured; ``sent``: whether it left."""
 
     number: int
     split: str
@@ -386,10 +378,7 @@ class LatchClosed(Record, kind="latch.closed"):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointAccepted(Record, kind="checkpoint.accepted"):
-    """A checkpoint of the healthy run: the ``occurrence`` of this ``step``, the usage up to here.
-
-    ``nodes`` names each node's journal where a run has many nodes.
-    """
+    """The ``occurrence`` of this ``step``; ``nodes`` has each node's journal if there are many."""
 
     number: int
     step: int
@@ -412,6 +401,8 @@ class CheckpointRefused(Record, kind="checkpoint.refused"):
 
 
 KINDS: Final = frozenset(CLASSES)
+MISREAD: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a record of another shape may raise."""
 
 
 def record_of(kind: str, number: int | None, data: Mapping[str, Any]) -> Record:
@@ -427,7 +418,7 @@ def record_of(kind: str, number: int | None, data: Mapping[str, Any]) -> Record:
     try:
         values = shape.values_of(data)
         return shape(number, *values) if numbered else shape(*values)  # type: ignore[call-arg]
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+    except MISREAD as exc:
         raise errors.LEDGER_CORRUPT(
             f"a {kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
         ) from None

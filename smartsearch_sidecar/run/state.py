@@ -42,8 +42,6 @@ MAX_NEW_TOKENS: Final = 2048
 """Output tokens a single helper call may write: the pinned scorer's own ``max_new_tokens``."""
 
 VERDICT_WINDOW = 200  # the share of verdicts not understood is taken over so many, DESIGN section 3
-
-
 _COUNTERS: Final = (
     *("score_attempts", "score_responses", "model_attempts", "model_responses"),
     *("input_tokens", "output_tokens", "unknown_output_token_reservations"),
@@ -98,9 +96,7 @@ class Meter:
         )
 
     def admit_scores(self, count: int) -> range:
-        """The numbers the next ``count`` scores get, all of them or none. Changes nothing. Raises
-        ``QuotaExhausted``.
-        """
+        """The numbers of the next ``count`` scores, all or none. Raises ``QuotaExhausted``."""
         used = self.score_attempts
         if self.max_scores is not None and used + count > self.max_scores:
             raise errors.QUOTA_EXHAUSTED(
@@ -271,9 +267,7 @@ class RunState:
             raise errors.LATCH_CLOSED("the run has failed and answers nothing more")
 
     def admit_search(self) -> int:
-        """The number the next search gets. Raises ``LatchClosed`` or ``QuotaExhausted``. Nothing is
-        counted here: the ``retrieval.requested`` record with this number does that.
-        """
+        """The next search's number, not counted yet. Raises ``LatchClosed``, ``QuotaExhausted``."""
         self.refuse_closed()
         if self.attempts >= self.max_calls:
             raise errors.QUOTA_EXHAUSTED(
@@ -312,7 +306,7 @@ class RunState:
             step(self, record)
         except errors.InvariantBroken as exc:
             raise errors.LEDGER_CORRUPT(exc.message) from None
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        except kinds.MISREAD as exc:
             raise errors.LEDGER_CORRUPT(
                 f"a {record.kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
             ) from None
@@ -348,16 +342,13 @@ class RunState:
 
     def _requested(self, record: kinds.RetrievalRequested) -> None:
         self._require_open(record)
-        if self.attempts >= self.max_calls:
-            raise errors.LEDGER_CORRUPT(
-                f"search {record.number} was admitted over the quota of {self.max_calls}"
-            )
-        if record.number != self.attempts + 1:
-            raise errors.LEDGER_CORRUPT(
-                f"search {record.number} was admitted after search {self.attempts}"
-            )
-        self.attempts = record.number
-        self.searching.add(record.number)
+        number, before, most = record.number, self.attempts, self.max_calls
+        if before >= most:
+            raise errors.LEDGER_CORRUPT(f"search {number} was admitted over the quota of {most}")
+        if number != before + 1:
+            raise errors.LEDGER_CORRUPT(f"search {number} was admitted after search {before}")
+        self.attempts = number
+        self.searching.add(number)
 
     def _answered(self, record: kinds.RetrievalAnswered) -> None:
         _settle(self.searching, record.number, "search")
@@ -380,9 +371,8 @@ class RunState:
 
     def _lost(self, record: kinds.DeliveryLost) -> None:
         if record.number is not None and not 0 < record.number <= self.attempts:
-            raise errors.LEDGER_CORRUPT(
-                f"an answer to search {record.number} was never to be given"
-            )
+            number = record.number
+            raise errors.LEDGER_CORRUPT(f"an answer to search {number} was never to be given")
         self.lost += 1
 
     def _score_requested(self, record: kinds.RewardRequested) -> None:
