@@ -107,7 +107,7 @@ class CheckpointReceipt:
 def _hold(
     receipt: CheckpointReceipt, line: Line | None, history: History, *, healthy: bool
 ) -> str | None:
-    """Why a receipt is not of this history; ``line`` and ``healthy`` are those of its place."""
+    """Why a receipt is not of this history, or ``None``; ``line``, ``healthy``: of its place."""
     place = receipt.place(history.claim_sha256)
     if place.claim_sha256 != history.claim_sha256:
         return "the receipt is of another run: it names another claim.json"

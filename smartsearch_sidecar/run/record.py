@@ -151,7 +151,9 @@ class RunClaimed(Record, kind="run.claimed"):
 
 @dataclass(frozen=True, slots=True)
 class RunResumed(Record, kind="run.resumed"):
-    """How a run that goes on was found; ``torn_bytes`` were trimmed into the file ``set_aside``."""
+    """How a run that goes on was found: ``unsettled`` are the searches it had admitted and not
+    answered; ``torn_bytes`` were trimmed into the file ``set_aside``.
+    """
 
     clean: bool
     ending: str

@@ -267,7 +267,10 @@ class RunState:
             raise errors.LATCH_CLOSED("the run has failed and answers nothing more")
 
     def admit_search(self) -> int:
-        """The next search's number, not counted yet. Raises ``LatchClosed``, ``QuotaExhausted``."""
+        """The next search's number, not counted yet: its ``retrieval.requested`` record does that.
+
+        Raises ``LatchClosed`` or ``QuotaExhausted``.
+        """
         self.refuse_closed()
         if self.attempts >= self.max_calls:
             raise errors.QUOTA_EXHAUSTED(

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.retrieval.flashrag import batcher
 from smartsearch_sidecar.retrieval.flashrag.batcher import Failed, Gather
-from tests.fakes.until import until
 
 pytestmark = pytest.mark.both_loops
 
@@ -36,6 +36,20 @@ class Desk:
     def answer(self, position: int = -1) -> None:
         lane, keys = self.calls[position]
         self.open[position].set_result([f"{key}@{lane}" for key in keys])
+
+
+@pytest.fixture
+def lingers() -> None:
+    """For a test of the wait before a departure."""
+
+
+@pytest.fixture(autouse=True)
+def no_wait_where_the_machine_is_slow(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of other tests every call is quick, however long the machine took for it."""
+    if "lingers" not in request.fixturenames:
+        monkeypatch.setattr(batcher, "LINGER_SECONDS_MIN", float("inf"))
 
 
 async def settle() -> None:
@@ -188,7 +202,7 @@ async def test_a_waiting_search_that_leaves_is_not_asked() -> None:
     await settle()
     assert len(gather._waiting) == 1
     desk.answer()
-    await until(lambda: len(desk.calls) == 2)  # it lingers where this machine is slow
+    await settle()
     assert desk.calls[1:] == [(5, ["c"])]
     desk.answer()
     assert await asyncio.gather(*first, staying) == ["a@5", "c@5"]
@@ -357,6 +371,7 @@ async def test_any_order_of_events_answers_everyone_who_stays(seed: int) -> None
     assert await last[0] == "z@5"
 
 
+@pytest.mark.usefixtures("lingers")
 async def test_the_next_call_waits_for_those_just_answered() -> None:
     """Of a slow retriever both halves of its callers come to travel together, all of them."""
     sizes: list[int] = []
@@ -384,6 +399,7 @@ async def test_the_next_call_waits_for_those_just_answered() -> None:
     assert sizes == [4, 8, 8, 8, 4]
 
 
+@pytest.mark.usefixtures("lingers")
 async def test_a_full_call_does_not_linger() -> None:
     """When as many searches wait as a call may take, the call starts without a wait."""
     begun = asyncio.Event()
@@ -406,6 +422,7 @@ async def test_a_full_call_does_not_linger() -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.usefixtures("lingers")
 async def test_closing_while_it_lingers_fails_what_waits() -> None:
     """Nobody is left waiting behind the end."""
     begun = asyncio.Event()
