@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import orjson
 import structlog
@@ -367,6 +367,14 @@ class _Masked(structlog.stdlib.ProcessorFormatter):
         return line
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (its name there)
+        # The standard one prints the record and every pending traceback, past the mask.
+        error = sys.exc_info()[0]
+        name = "an error" if error is None else error.__name__
+        self.stream.write(f"a log line of {record.name} could not be written ({name})\n")
+
+
 def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:
     """Sets up every logger of the process: one JSON object a line, or readable text if ``pretty``.
 
@@ -380,7 +388,9 @@ def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:
     ]
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     if pretty:
-        renderer = structlog.dev.ConsoleRenderer(colors=False)
+        # The default shows the locals of each frame where rich is installed: reference answers too.
+        plain = structlog.dev.plain_traceback
+        renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=plain)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
@@ -392,7 +402,7 @@ def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
     )
     formatter.secrets = tuple(secrets)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]

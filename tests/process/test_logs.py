@@ -45,3 +45,11 @@ def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFi
         assert [line["logger"] for line in lines] == ["ours", "theirs", "theirs"]
         assert {"event", "timestamp"} <= set(lines[0])
         assert not any(key.startswith("_") for line in lines for key in line)
+
+
+def test_a_line_that_cannot_be_written_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    """A record that cannot be formatted is named by its logger and the error's type alone."""
+    daemon.configure_logs([SECRET], pretty=True)
+    logging.getLogger("theirs").warning("a number: %d", SECRET)
+    said = capsys.readouterr().err
+    assert said == "a log line of theirs could not be written (TypeError)\n"
