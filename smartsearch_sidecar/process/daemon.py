@@ -368,7 +368,7 @@ class _Masked(structlog.stdlib.ProcessorFormatter):
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (its name there)
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
         # The standard one prints the record and every pending traceback, past the mask.
         error = sys.exc_info()[0]
         name = "an error" if error is None else error.__name__
