@@ -48,8 +48,9 @@ def drafts(name: str) -> list[tuple[bytes, Draft]]:
 
 
 def test_every_kind_is_there() -> None:
-    """The three runs hold each kind of record at least once."""
-    assert {item.record.kind for name in RUNS for _, item in drafts(name)} == KINDS
+    """The three runs hold each kind that their version wrote, and all are still read."""
+    found = {item.record.kind for name in RUNS for _, item in drafts(name)}
+    assert found == set(expected("kinds.json")) <= KINDS
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -146,11 +147,11 @@ def test_newer_claim_is_named(tmp_path: Path) -> None:
 def test_unknown_kind_is_of_a_newer_version(tmp_path: Path) -> None:
     """A record whose kind this version does not know was written by one that does."""
     run = write_run(tmp_path / "run", [])
-    line, _ = encode_line("run.paused", None, b"{}", seq=2, at="2026", prev=run.heads[1])
+    line, _ = encode_line("run.unheard_of", None, b"{}", seq=2, at="2026", prev=run.heads[1])
     run.segment.write_bytes(run.lines[0] + line + line)
     problem = read(run.directory).problem
     assert problem is not None
-    assert "'run.paused' was written by a newer version" in problem.reason
+    assert "'run.unheard_of' was written by a newer version" in problem.reason
 
 
 @pytest.mark.parametrize("stated", [2, "x", None])
