@@ -93,12 +93,11 @@ def with_lists(page: str) -> str:
 
 
 def _commands(group: Any, before: str = "") -> Iterator[str]:
-    inside = getattr(group, "commands", None)
-    if inside is None:
+    if not hasattr(group, "list_commands"):
         yield before
         return
-    for name, one in inside.items():
-        yield from _commands(one, f"{before} {name}".strip())
+    for name in group.list_commands(None):
+        yield from _commands(group.get_command(None, name), f"{before} {name}".strip())
 
 
 def _table(name: str, meaning: str, rows: Mapping[str, str]) -> str:

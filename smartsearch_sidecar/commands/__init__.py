@@ -8,22 +8,47 @@ Exit codes: 0 fine, 1 the answer is no, 2 wrong use or unreachable, 4 ``serve`` 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any, Final
 
 import typer
 from typer import Option
+from typer.core import TyperGroup
+from typer.main import get_group
 
 from smartsearch_sidecar import __version__, errors
-from smartsearch_sidecar.commands import (
-    canaries,
-    check,
-    doctor,
-    env,
-    index,
-    init,
-    ledger,
-    rehearse,
-    serve,
-)
+
+_MODULES: Final = {
+    **dict.fromkeys(("serve", "demo"), "serve"),
+    **{name: name for name in ("init", "doctor", "rehearse")},
+    **dict.fromkeys(("url", "check", "checkpoint", "latch"), "check"),
+    **{name: name for name in ("canaries", "env", "index", "ledger")},
+}
+"""Each command or group, in the order of `--help`, and the file that has it."""
+
+
+class _OnDemand(TyperGroup):
+    """Imports the file of the command that is asked for: all of them take half a second."""
+
+    def __init__(self, **words: Any) -> None:
+        super().__init__(**words)
+        names: dict[str, Any] = dict.fromkeys(_MODULES)
+        self.commands = names  # what a mistyped word is compared with
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _MODULES:
+            return None
+        module = import_module(f"smartsearch_sidecar.commands.{_MODULES[cmd_name]}")
+        one = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+        if (function := getattr(module, cmd_name, None)) is None:
+            one.add_typer(module.app)
+        else:
+            one.command()(function)
+        return get_group(one).commands[cmd_name]
+
 
 _ORDER = (
     "A run, in order: index build, init, doctor, rehearse, serve, check (or checkpoint) before "
@@ -33,6 +58,7 @@ _ORDER = (
 
 app = typer.Typer(
     name="smartsearch-sidecar",
+    cls=_OnDemand,
     help="Search and rewards beside a trainer node: recorded first, failing closed.",
     epilog=_ORDER,
     rich_markup_mode="markdown",  # "rich" would swallow the name of a section: [execute]
@@ -55,15 +81,6 @@ def _root(
     ),
 ) -> None:
     """The words above are Typer's ``help``: this callback only takes --version."""
-
-
-for command in (
-    *(serve.serve, serve.demo, init.init, doctor.doctor, rehearse.rehearse),
-    *(check.url, check.check, check.checkpoint, check.latch),
-):
-    app.command()(command)
-for group in (canaries.app, env.app, index.app, ledger.app):
-    app.add_typer(group)
 
 
 def main() -> None:
