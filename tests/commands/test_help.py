@@ -14,7 +14,9 @@ from smartsearch_sidecar.commands import app
 
 def commands(group: TyperGroup, *path: str) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
     """Each command with the words that lead to it."""
-    for name, command in group.commands.items():
+    context = typer.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, TyperGroup):
             yield from commands(command, *path, name)
         elif isinstance(command, TyperCommand):
