@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import smartsearch_sidecar
+from smartsearch_sidecar.commands import FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "smartsearch_sidecar"
@@ -197,11 +198,14 @@ def test_a_module_with_one_importer_says_why() -> None:
     for name, path in modules.items():
         for one in imported(path) & set(modules) - {name}:
             importers[one].add(name)
+    face = "smartsearch_sidecar.commands"
+    for file in FILES.values():  # imported by its name, when its command is asked for
+        importers[f"{face}.{file}"].add(face)
     silent = {
         name.removeprefix("smartsearch_sidecar.")
         for name, path in modules.items()
-        # The command line imports the file of each command by its name, when it is asked for.
-        if len(importers[name]) == 1 and not name.startswith("smartsearch_sidecar.commands.")
+        # A package's own face gathers its parts: the commands, one a file.
+        if len(importers[name] - {name.rpartition(".")[0]}) == 1 and len(importers[name]) == 1
         if path.name != "__init__.py" and WHY not in (ast.get_docstring(tree(path)) or "")
     }
     assert not silent, f"no `{WHY}` in the docstring: {silent}"

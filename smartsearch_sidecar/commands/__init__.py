@@ -18,11 +18,20 @@ from typer.main import get_group
 
 from smartsearch_sidecar import __version__, errors
 
-_MODULES: Final = {
-    **dict.fromkeys(("serve", "demo"), "serve"),
-    **{name: name for name in ("init", "doctor", "rehearse")},
-    **dict.fromkeys(("url", "check", "checkpoint", "latch"), "check"),
-    **{name: name for name in ("canaries", "env", "index", "ledger")},
+FILES: Final = {
+    "serve": "serve",
+    "demo": "serve",
+    "init": "init",
+    "doctor": "doctor",
+    "rehearse": "rehearse",
+    "url": "check",
+    "check": "check",
+    "checkpoint": "check",
+    "latch": "check",
+    "canaries": "canaries",
+    "env": "env",
+    "index": "index",
+    "ledger": "ledger",
 }
 """Each command or group, in the order of `--help`, and the file that has it."""
 
@@ -32,16 +41,16 @@ class _OnDemand(TyperGroup):
 
     def __init__(self, **words: Any) -> None:
         super().__init__(**words)
-        names: dict[str, Any] = dict.fromkeys(_MODULES)
+        names: dict[str, Any] = dict.fromkeys(FILES)
         self.commands = names  # what a mistyped word is compared with
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_MODULES)
+        return list(FILES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _MODULES:
+        if cmd_name not in FILES:
             return None
-        module = import_module(f"smartsearch_sidecar.commands.{_MODULES[cmd_name]}")
+        module = import_module(f"smartsearch_sidecar.commands.{FILES[cmd_name]}")
         one = typer.Typer(rich_markup_mode=app.rich_markup_mode)
         if (function := getattr(module, cmd_name, None)) is None:
             one.add_typer(module.app)

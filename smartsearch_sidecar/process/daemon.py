@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -372,7 +372,9 @@ class _Handler(logging.StreamHandler[TextIO]):
         # The standard one prints the record and every pending traceback, past the mask.
         error = sys.exc_info()[0]
         name = "an error" if error is None else error.__name__
-        self.stream.write(f"a log line of {record.name} could not be written ({name})\n")
+        # A stream that is closed or broken has nothing to say it with, and must not end a request.
+        with suppress(OSError, ValueError):
+            self.stream.write(f"a log line of {record.name} could not be written ({name})\n")
 
 
 def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:

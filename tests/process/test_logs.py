@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import structlog
@@ -53,3 +55,20 @@ def test_a_line_that_cannot_be_written_shows_no_secret(capsys: pytest.CaptureFix
     logging.getLogger("theirs").warning("a number: %d", SECRET)
     said = capsys.readouterr().err
     assert said == "a log line of theirs could not be written (TypeError)\n"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stream_that_is_gone_ends_no_request(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standard error is a pipe whose reader left, or is closed: logging raises nothing."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", buffering=1)
+    if closed:
+        stream.close()
+    monkeypatch.setattr("sys.stderr", stream)
+    daemon.configure_logs([SECRET], pretty=False)
+    logging.getLogger("theirs").warning("not to be read")
+    with suppress(OSError):  # what is left in its buffer
+        stream.close()

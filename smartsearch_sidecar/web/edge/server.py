@@ -26,12 +26,11 @@ async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
     Raises:
         NotAvailable: aiohttp or the system lacks what the edge leans on.
     """
-    kind = type(asyncio.get_running_loop())
-    if kind not in _CHECKED:
-        await check_runtime()
-        _CHECKED.add(kind)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
     loop = asyncio.get_running_loop()
+    if type(loop) not in _CHECKED:
+        await check_runtime()
+        _CHECKED.add(type(loop))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
     return await loop.create_server(server, sock=sock, backlog=BACKLOG)
 
 
