@@ -208,7 +208,7 @@ async def test_disk_that_goes_while_a_run_is_served(tmp_path: Path) -> None:
 async def test_disk_that_goes_while_a_run_is_resumed(tmp_path: Path) -> None:
     """Whichever call it is, nothing of the history is lost, and the run is never healthy again."""
     # A copy of a run is the same run: no key may name where it lies.
-    keys = {"retrieval__bm25__index": "never-opened"}
+    keys: dict[str, Any] = {"retrieval__bm25__index": "never-opened"}
     torn = tmp_path / "torn"
     async with served(torn, **keys) as run:
         await run.execute("q")
