@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import os
 import shutil
@@ -134,7 +133,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         pytest.fail(f"it started {started}: mark it with @pytest.mark.process")
 
 
-@functools.cache
 def _detector() -> BlockBuster:
     """Only calls made from the package count: a test may read a file.
 
@@ -150,18 +148,26 @@ def _detector() -> BlockBuster:
     return detector
 
 
+@pytest.fixture(scope="session", autouse=True)
+def detector() -> Iterator[BlockBuster]:
+    """Watches from the first test to the last: to begin anew with each costs a millisecond."""
+    watching = _detector()
+    watching.activate()
+    yield watching
+    watching.deactivate()
+
+
 @pytest.fixture(autouse=True)
-def nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_blocks_the_loop(
+    request: pytest.FixtureRequest, detector: BlockBuster
+) -> Iterator[None]:
     """Fails a test in which this package blocks a running event loop."""
-    if request.node.get_closest_marker("may_block"):
+    if not request.node.get_closest_marker("may_block"):
         yield
         return
-    detector = _detector()
+    detector.deactivate()
+    yield
     detector.activate()
-    try:
-        yield
-    finally:
-        detector.deactivate()
 
 
 @pytest.hookimpl(wrapper=True)
