@@ -12,6 +12,7 @@ import platform
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -179,7 +180,8 @@ def build_claim(
     )
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """What this process runs on, to explain a difference later."""
     found = {"smartsearch_sidecar": __version__, "python": platform.python_version()}
     for package in _PACKAGES:

@@ -16,6 +16,9 @@ from smartsearch_sidecar.web.edge.runtime import check_runtime
 BACKLOG: Final = 4096  # connections; at 1024 half of 2,000 newcomers wait a second for a SYN retry
 DRAIN_LOOK_SECONDS: Final = 0.05  # how often a drain looks for connections that became idle
 
+_CHECKED: Final[set[type]] = set()
+"""Kinds of loop that aiohttp was checked on; a process has two listeners and one aiohttp."""
+
 
 async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
     """Accept connections on the bound TCP socket; accepted ones inherit its stall bound.
@@ -23,7 +26,10 @@ async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
     Raises:
         NotAvailable: aiohttp or the system lacks what the edge leans on.
     """
-    await check_runtime()
+    kind = type(asyncio.get_running_loop())
+    if kind not in _CHECKED:
+        await check_runtime()
+        _CHECKED.add(kind)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
     loop = asyncio.get_running_loop()
     return await loop.create_server(server, sock=sock, backlog=BACKLOG)
