@@ -1,4 +1,4 @@
-"""A daemon in a process of its own, started as an operator starts it, with ``serve``."""
+"""A daemon in a process of its own, run as an operator runs it, by ``serve``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import tomli_w
 
 from smartsearch_sidecar.client import Client
+from tests.fakes.forked import Forked
 from tests.fakes.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ def toml(values: dict[str, Any]) -> str:
 class DaemonProcess:
     """A served run in another process."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     directory: Path
     log: Path
 
@@ -69,26 +70,34 @@ def start(
     *arguments: str,
     name: str = "run",
     module: str = "smartsearch_sidecar",
+    fresh: bool = False,
     **keys: Any,
 ) -> DaemonProcess:
-    """Starts ``serve`` and returns without waiting; keys with ``__`` for the dot."""
+    """Starts ``serve`` and returns without waiting; keys with ``__`` for the dot. The process is
+    forked from one that has imported the package, or ``fresh``: an interpreter of its own.
+    """
     values = {"server.port": 0, "retrieval.provider": "tests.fakes.plugin:instant"}
     values.update({key.replace("__", "."): value for key, value in keys.items()})
     config = tmp_path / f"{name}.toml"
     config.write_text(toml(values))
     directory = tmp_path / name
     log = tmp_path / f"{name}.log"
-    with log.open("ab") as stream:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", module, "serve", "--config", str(config)),
-                *("--run-dir", str(directory), *arguments),
-            ],
-            stdout=stream,
-            stderr=stream,
-            env=environment(),
-            cwd=tmp_path,
-        )
+    words = ["serve", "--config", str(config), "--run-dir", str(directory), *arguments]
+    process: subprocess.Popen[bytes] | Forked
+    with log.open("ab") as out, open(os.devnull, "rb") as nothing:
+        if fresh:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                stdout=out,
+                stderr=out,
+                env=environment(),
+                cwd=tmp_path,
+            )
+        else:
+            streams = (nothing.fileno(), out.fileno(), out.fileno())
+            process = Forked(
+                module, words, environ=environment(), folder=tmp_path, streams=streams
+            )
     return DaemonProcess(process, directory, log)
 
 
