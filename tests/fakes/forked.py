@@ -1,9 +1,9 @@
 """Modules run in processes of their own that begin within milliseconds.
 
-A fresh interpreter spends two thirds of a second of CPU on imports before a command begins. Here one
-process, ``python -m tests.fakes.forked FD``, imports the package once and forks for each order. The
-forked process runs its module as ``python -m MODULE`` would: own arguments, variables, folder and
-standard streams, the module under the name ``__main__``, and the interpreter's own end.
+A fresh interpreter spends two thirds of a second of CPU on imports before a command begins. Here
+one process, ``python -m tests.fakes.forked FD``, imports the package once and forks for each order.
+The forked process runs its module as ``python -m MODULE`` does: with arguments, variables, folder
+and standard streams of its own, as ``__main__``, to the ordinary end of an interpreter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.fakes.until import wait_until
 
 ORDER_BYTES = 128 * 1024
 POLL_SECONDS = 0.005
-# What `serve`, the fake retriever and the pinned client import. A module that is itself run must not
-# be among them: it begins as ``__main__``, with nothing of it imported before.
+# What `serve`, the fake retriever and the pinned client import. No module that is itself run: it
+# begins as ``__main__``, and runpy warns where it was imported before.
 IMPORTED = (
     "smartsearch_sidecar.commands",
     "smartsearch_sidecar.process.daemon",
@@ -55,7 +55,7 @@ class Forked:
         folder: Path,
         streams: tuple[int, int, int],
     ) -> None:
-        """``streams`` are descriptors of standard input, output and error; they stay the caller's."""
+        """``streams``: descriptors of standard input, output and error. They stay the caller's."""
         order = {
             "module": module,
             "arguments": list(arguments),

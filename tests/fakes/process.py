@@ -65,6 +65,13 @@ def environment() -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(ROOT)}
 
 
+def command(module: str, *arguments: str, folder: Path, out: Path) -> Forked:
+    """Starts a module that reads no input; what it prints is added to the file ``out``."""
+    with out.open("ab") as said, open(os.devnull, "rb") as nothing:
+        streams = (nothing.fileno(), said.fileno(), said.fileno())
+        return Forked(module, arguments, environ=environment(), folder=folder, streams=streams)
+
+
 def start(
     tmp_path: Path,
     *arguments: str,
@@ -83,21 +90,16 @@ def start(
     directory = tmp_path / name
     log = tmp_path / f"{name}.log"
     words = ["serve", "--config", str(config), "--run-dir", str(directory), *arguments]
-    process: subprocess.Popen[bytes] | Forked
-    with log.open("ab") as out, open(os.devnull, "rb") as nothing:
-        if fresh:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
-                stdout=out,
-                stderr=out,
-                env=environment(),
-                cwd=tmp_path,
-            )
-        else:
-            streams = (nothing.fileno(), out.fileno(), out.fileno())
-            process = Forked(
-                module, words, environ=environment(), folder=tmp_path, streams=streams
-            )
+    if not fresh:
+        return DaemonProcess(command(module, *words, folder=tmp_path, out=log), directory, log)
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdout=stream,
+            stderr=stream,
+            env=environment(),
+            cwd=tmp_path,
+        )
     return DaemonProcess(process, directory, log)
 
 
