@@ -151,7 +151,7 @@ RUN_ID = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
 
 
 def gate(pod: dict[str, Any], tmp_path: Path) -> subprocess.Popen[str]:
-    """The gate's own words, started on a run directory here."""
+    """The gate's own words, started on a run directory here; what it asked adds to ``asked``."""
     container = pod["initContainers"][1]
     assert container["name"] == "gate"
     assert "restartPolicy" not in container
@@ -159,7 +159,8 @@ def gate(pod: dict[str, Any], tmp_path: Path) -> subprocess.Popen[str]:
     programs.mkdir(exist_ok=True)
     sidecar = programs / "smartsearch-sidecar"
     sidecar.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m smartsearch_sidecar "$@"\n'
+        f'#!/bin/sh\n{shlex.quote(sys.executable)} -m smartsearch_sidecar "$@"\ncode=$?\n'
+        f'echo "$1 $code" >> {shlex.quote(str(tmp_path / "asked"))}\nexit "$code"\n'
     )
     sidecar.chmod(0o755)
     (words,) = container["args"]
@@ -180,10 +181,13 @@ def test_the_gate(pod: dict[str, Any], tmp_path: Path) -> None:
     cause, and the job fails: its pod is never tried again.
     """
     waiting = gate(pod, tmp_path)
+    asked = tmp_path / "asked"
+    wait_until(asked.exists, seconds=30)
     with running(tmp_path) as daemon:
         out, err = waiting.communicate(timeout=30)
         assert (waiting.returncode, err) == (0, "")
         assert out.startswith("healthy: ")
+        assert asked.read_text() == "check 2\ncheck 0\n"
         assert daemon.internal().call("POST", "/latch", {"reason": "a test"}).status == 200
         ended = gate(pod, tmp_path)
         out, err = ended.communicate(timeout=30)
