@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -66,14 +67,23 @@ def meaning(key: str) -> str:
     """The text that stands below a key in its section's source, on one line."""
     section, _, name = key.rpartition(".")
     for kind in (model.SECTIONS[section] if section else Config).__mro__:
-        if name in vars(kind).get("__annotations__", {}):
-            source = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-            assert isinstance(source, ast.ClassDef)
-            for declared, text in zip(source.body, source.body[1:], strict=False):
-                named = isinstance(declared, ast.AnnAssign) and ast.unparse(declared.target) == name
-                if named and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    return " ".join(str(text.value.value).split())
+        if name in vars(kind).get("__annotations__", {}) and name in _texts(kind):
+            return _texts(kind)[name]
     raise LookupError(f"no text stands below {key}")
+
+
+@functools.cache
+def _texts(kind: type) -> dict[str, str]:
+    """By the name of each field of a class, the text below it."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(source, ast.ClassDef)
+    return {
+        ast.unparse(declared.target): " ".join(str(text.value.value).split())
+        for declared, text in zip(source.body, source.body[1:], strict=False)
+        if isinstance(declared, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
 
 
 def _default(key: str) -> str:

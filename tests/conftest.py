@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 import hypothesis
 import pytest
@@ -62,9 +63,9 @@ NOT_COUNTED = {"git", "uname"}
 # Before the first and after the last request: what these call themselves may block. Handlers and
 # the writer run in tasks of their own, so nothing that serves is excused by them.
 BEFORE_AND_AFTER: dict[str, set[str]] = {
-    "smartsearch_sidecar/config/loading.py": {"load"},
-    "smartsearch_sidecar/process/daemon.py": {"run"},
-    "smartsearch_sidecar/retrieval/canaries.py": {"load"},
+    "smartsearch_sidecar.config.loading": {"load"},
+    "smartsearch_sidecar.process.daemon": {"run"},
+    "smartsearch_sidecar.retrieval.canaries": {"load"},
 }
 
 # A sync costs a real disk a millisecond and memory nothing. What the tests write is some 50 MB.
@@ -134,7 +135,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         pytest.fail(f"it started {started}: mark it with @pytest.mark.process")
 
 
-@functools.cache
 def _detector() -> BlockBuster:
     """Only calls made from the package count: a test may read a file.
 
@@ -145,23 +145,48 @@ def _detector() -> BlockBuster:
         sync = BlockBusterFunction(os, name, scanned_modules="smartsearch_sidecar")
         detector.functions[f"os.{name}"] = sync
     for call in detector.functions.values():
-        for place, functions in BEFORE_AND_AFTER.items():
-            call.can_block_in(place, functions)
+        call.can_block_predicate = functools.partial(_may_block, call.can_block_predicate)
     return detector
 
 
+@pytest.fixture(scope="session", autouse=True)
+def detector() -> Iterator[BlockBuster]:
+    """Watches from the first test to the last: to begin anew with each costs a millisecond."""
+    watching = _detector()
+    watching.activate()
+    yield watching
+    watching.deactivate()
+
+
+def _may_block(library_allows: Callable[..., bool], *args: object, **keys: object) -> bool:
+    """Whether a call is free to block, for its callers or for the detector's own reason.
+
+    The detector's own search costs more than most calls that it judges. It compares each frame
+    with its lists by the frame's code, and reading that is an event for the audit hook above.
+    """
+    of_package = False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("smartsearch_sidecar"):
+            if frame.f_code.co_name in BEFORE_AND_AFTER.get(module, ()):
+                return True
+            of_package = True
+        frame = frame.f_back
+    return not of_package or library_allows(*args, **keys)
+
+
 @pytest.fixture(autouse=True)
-def nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_blocks_the_loop(
+    request: pytest.FixtureRequest, detector: BlockBuster
+) -> Iterator[None]:
     """Fails a test in which this package blocks a running event loop."""
-    if request.node.get_closest_marker("may_block"):
+    if not request.node.get_closest_marker("may_block"):
         yield
         return
-    detector = _detector()
+    detector.deactivate()
+    yield
     detector.activate()
-    try:
-        yield
-    finally:
-        detector.deactivate()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,7 +9,9 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,22 @@ CALLS_MAX = 60  # a start, a few answers and a latch make far fewer
 
 
 @pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """One megabyte of a real filesystem."""
-    place = tmp_path / "small"
-    place.mkdir()
-    if _mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)):
-        pytest.skip("this user may not mount a filesystem")
+def small_filesystem() -> Iterator[Path]:
+    """One megabyte of a real filesystem.
+
+    Not under pytest's own folder: a mount that a killed session leaves there makes every later
+    session fail at its end, when it clears that folder.
+    """
+    place = Path(tempfile.mkdtemp(prefix="smartsearch-disk-"))
     try:
-        yield place
+        if _mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)):
+            pytest.skip("this user may not mount a filesystem")
+        try:
+            yield place
+        finally:
+            subprocess.run(["umount", str(place)], check=True)
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        place.rmdir()
 
 
 def _mount(*arguments: str) -> int:
@@ -199,18 +207,23 @@ async def test_disk_that_goes_while_a_run_is_served(tmp_path: Path) -> None:
 
 async def test_disk_that_goes_while_a_run_is_resumed(tmp_path: Path) -> None:
     """Whichever call it is, nothing of the history is lost, and the run is never healthy again."""
+    # A copy of a run is the same run: no key may name where it lies.
+    keys: dict[str, Any] = {"retrieval__bm25__index": "never-opened"}
+    torn = tmp_path / "torn"
+    async with served(torn, **keys) as run:
+        await run.execute("q")
+        await run.stop()
+    segment = torn / "journal" / "000001.jsonl"
+    lines = b"".join(segment.read_bytes().splitlines(keepends=True)[:-1])
+    segment.write_bytes(lines + b'{"seq":')
     for nth in range(1, CALLS_MAX):
         directory, disk = tmp_path / str(nth), NthCallFails(nth)
-        async with served(directory) as run:
-            await run.execute("q")
-            await run.stop()
+        shutil.copytree(torn, directory)
         segment = directory / "journal" / "000001.jsonl"
-        lines = b"".join(segment.read_bytes().splitlines(keepends=True)[:-1])
-        segment.write_bytes(lines + b'{"seq":')
-        begun = await served_and_stopped(directory, disk=disk, resume=True)
+        begun = await served_and_stopped(directory, disk=disk, resume=True, **keys)
         assert isinstance(begun, dict) or "Input/output error" in begun
         assert segment.read_bytes().startswith(lines)
-        after = await served_and_stopped(directory, resume=True)
+        after = await served_and_stopped(directory, resume=True, **keys)
         assert isinstance(after, dict), after
         assert after["cause"]["cause"] in ("unclean_restart", "ledger_failed")
         if not disk.struck:

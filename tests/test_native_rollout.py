@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fakes import native_client
-from tests.fakes.process import ROOT, environment, running
+from tests.fakes import native_client, native_ranks
+from tests.fakes.process import running
 from tests.fakes.provider import documents_for
 from tests.fakes.served import read_records
 
 pytestmark = pytest.mark.process
 
 RANKS = 8
-TURNS = 80
+TURNS = 40  # five a thread; every rank sends each of the six kinds of wrong query
 
 
 def expected_text(query: str) -> str:
@@ -31,18 +28,8 @@ def expected_text(query: str) -> str:
 def test_eight_ranks_of_the_native_client(tmp_path: Path) -> None:
     """64 callers, policy errors among them: every text is right and every count exact."""
     with running(tmp_path, retrieval__provider="tests.fakes.plugin:slow") as daemon:
-        ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, str(ROOT / "tests/fakes/native_client.py")),
-                    *(daemon.sandbox_url, str(rank), str(TURNS)),
-                ],
-                stdout=subprocess.PIPE,
-                env=environment(),
-            )
-            for rank in range(RANKS)
-        ]
-        said = [pair for rank in ranks for pair in json.loads(rank.communicate(timeout=100)[0])]
+        ranks = native_ranks.begin(tmp_path, [daemon.sandbox_url] * RANKS, TURNS)
+        said = native_ranks.texts(ranks)
         health = daemon.internal().health(settle_seconds=5)
         assert daemon.stop() == 0
     assert len(said) == RANKS * TURNS

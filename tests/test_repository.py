@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -95,33 +98,47 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_go() -> Iterator[None]:
-    """A million nodes that stayed would be walked by the garbage collector in every later test."""
+    """A million nodes make no circles: the garbage collector would walk them again and again, here
+    and, if they stayed, in every later test.
+    """
+    gc.disable()
     yield
-    for kept in (tree, nodes, texts):
+    for kept in (tree, nodes, functions, texts):
         kept.cache_clear()
+    gc.enable()
 
 
 @cache
-def texts() -> tuple[tuple[str, int, str], ...]:
-    """Every line of every tracked text file: name, number, line."""
-    return tuple(_texts())
-
-
-def _texts() -> Iterator[tuple[str, int, str]]:
+def texts() -> dict[str, str]:
+    """Every tracked text file, by its name."""
+    found = {}
     for path in tracked():
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError:
-            continue
-        for number, line in enumerate(lines, 1):
-            yield named(path), number, line
+        with suppress(UnicodeDecodeError):
+            found[named(path)] = path.read_text(encoding="utf-8")
+    return found
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method of a file."""
-    for node in nodes(path):
+def places(pattern: re.Pattern[str]) -> list[str]:
+    """Where tracked text files match it: name and line."""
+    return [
+        f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
+        for name, text in texts().items()
+        for match in pattern.finditer(text)
+    ]
+
+
+@cache
+def functions(path: Path) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    """Every function and method of a file. They are statements, so no expression is looked into."""
+    found = []
+    left: list[Any] = [tree(path)]
+    while left:
+        node = left.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+            found.append(node)
+        for parts in ("body", "orelse", "finalbody", "handlers", "cases"):
+            left += getattr(node, parts, ())
+    return tuple(found)
 
 
 def imported(path: Path) -> set[str]:
@@ -260,7 +277,7 @@ def test_every_test_says_what_must_be_true() -> None:
 def test_no_path_of_a_machine() -> None:
     """No tracked file names a folder of one machine."""
     folder = re.compile(r"(?<![\w.~\]})>-])/(work|root|tmp|Users)/\w")
-    found = [f"{name}:{number}" for name, number, line in texts() if folder.search(line)]
+    found = places(folder)
     assert not found, f"a path of a machine: {found}"
 
 
@@ -273,10 +290,12 @@ def test_no_registry() -> None:
         ".".join(host) for host in (("deb", "debian", "org"), ("docker", "io"), ("ghcr", "io"))
     ]
     options = ["--" + option for option in ("index-url", "extra-index-url", "find-links")]
+    lowered = {name: text.lower() for name, text in texts().items()}
     found = [
-        f"{name}:{number}"
-        for name, number, line in texts()
-        if any(word in line.lower() for word in (*hosts, *options))
+        f"{name}: {word}"
+        for name, text in lowered.items()
+        for word in (*hosts, *options)
+        if word in text
     ]
     assert not found, f"a registry: {found}"
 
@@ -297,9 +316,11 @@ def test_every_exemption_has_its_reason() -> None:
     exemption = re.compile(r"#\s*(?:ruff:\s*)?(?:no)qa\b(?P<rest>.*)")
     reason = re.compile(r":\s*[A-Z]+\d+(,\s*[A-Z]+\d+)*\s*(-|#)\s*\w")
     bare = [
-        f"{name}:{number}"
-        for name, number, line in texts()
-        if name.endswith(".py") and (match := exemption.search(line))
+        f"{name}: {line}"
+        for name, text in texts().items()
+        if name.endswith(".py") and exemption.search(text)
+        for line in text.splitlines()
+        if (match := exemption.search(line))
         if not reason.match(match["rest"]) and not line.startswith("# ruff:")
     ]
     assert not bare, f"no reason beside: {bare}"

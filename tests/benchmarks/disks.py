@@ -219,7 +219,7 @@ def _start(settings: Settings, index: Path) -> Metrics:
         keys = {"retrieval__provider": "bm25", "retrieval__bm25__index": str(index)}
         port = free_port()
         began = time.monotonic()
-        daemon = start(folder, server__port=port, **keys)
+        daemon = start(folder, server__port=port, fresh=True, **keys)
         try:
             while not _ready(port):
                 if daemon.process.poll() is not None or time.monotonic() - began > 300:

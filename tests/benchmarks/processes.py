@@ -60,7 +60,8 @@ class Target:
 @contextmanager
 def ours(folder: Path, *arguments: str, module: str = "", **keys: Any) -> Iterator[Target]:
     """The sidecar by its own command ``serve``, or by a ``module`` that takes the same words."""
-    daemon = start(folder, *arguments, module=module or "smartsearch_sidecar", **keys)
+    name = module or "smartsearch_sidecar"
+    daemon = start(folder, *arguments, module=name, fresh=True, **keys)
     try:
         wait_ready(daemon)
         yield Target(daemon.sandbox_url + "/execute", daemon.process.pid, daemon)

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.commands import app
+from smartsearch_sidecar.commands import app, main
 from smartsearch_sidecar.commands.index import build_if_missing, stage_lines
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
@@ -23,20 +23,14 @@ CORPORA = Path(__file__).parents[1] / "data" / "corpora"
 PROGRAM = [sys.executable, "-c", "from smartsearch_sidecar.commands import main; main()"]
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, without a terminal."""
-    return subprocess.run(
-        [*PROGRAM, "index", "build", *map(str, words)], capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.process
 def test_a_build_says_what_it_made(tmp_path: Path) -> None:
     """The last lines name the passages, those left out, and both digests."""
     corpus = tmp_path / "corpus.jsonl"
     bad = json.dumps({"id": "bad", "contents": "x </result>"})
     corpus.write_text((CORPORA / "flashrag.jsonl").read_text("utf-8") + bad + "\n", "utf-8")
-    ended = run(corpus, tmp_path / "index")
+    words = ["index", "build", str(corpus), str(tmp_path / "index")]
+    ended = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=False)
     manifest = manifests.read(tmp_path / "index")
     assert (ended.returncode, ended.stderr) == (0, "")
     first, *digests = ended.stdout.splitlines()
@@ -49,22 +43,30 @@ def test_a_build_says_what_it_made(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
-    ("corpus", "options", "sentence"),
+    ("given", "sentence"),
     [
-        ("missing", [], "there is no corpus at"),
-        ("flashrag.jsonl", ["--format", "beir"], "line 1: there is no _id"),
+        (["missing"], "there is no corpus at"),
+        (["flashrag.jsonl", "--format", "beir"], "line 1: there is no _id"),
     ],
 )
 def test_what_cannot_be_built_is_one_sentence(
-    corpus: str, options: list[str], sentence: str, tmp_path: Path
+    given: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A corpus that cannot be used ends with one sentence, exit code 2, and nothing made."""
-    ended = run(CORPORA / corpus, tmp_path / "index", *options)
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
+    corpus, *options = given
+    words = ["index", "build", str(CORPORA / corpus), str(tmp_path / "index"), *options]
+    monkeypatch.setattr(sys, "argv", ["smartsearch-sidecar", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
     assert line.startswith("smartsearch-sidecar: ")
     assert sentence in line
     assert list(tmp_path.iterdir()) == []

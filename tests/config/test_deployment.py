@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -150,15 +151,16 @@ RUN_ID = "SMARTSEARCH_SIDECAR__CLUSTER__RUN_ID"
 
 
 def gate(pod: dict[str, Any], tmp_path: Path) -> subprocess.Popen[str]:
-    """The gate's own words, started on a run directory here."""
+    """The gate's own words, started on a run directory here; what it asked adds to ``asked``."""
     container = pod["initContainers"][1]
     assert container["name"] == "gate"
     assert "restartPolicy" not in container
     programs = tmp_path / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     sidecar = programs / "smartsearch-sidecar"
     sidecar.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m smartsearch_sidecar "$@"\n'
+        f'#!/bin/sh\n{shlex.quote(sys.executable)} -m smartsearch_sidecar "$@"\ncode=$?\n'
+        f'echo "$1 $code" >> {shlex.quote(str(tmp_path / "asked"))}\nexit "$code"\n'
     )
     sidecar.chmod(0o755)
     (words,) = container["args"]
@@ -174,20 +176,18 @@ def gate(pod: dict[str, Any], tmp_path: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("job", ["smartsearch-training"], indirect=True)
-def test_the_gate_waits_for_a_healthy_run(pod: dict[str, Any], tmp_path: Path) -> None:
-    """No trainer begins before the sidecar serves; then at once."""
+def test_the_gate(pod: dict[str, Any], tmp_path: Path) -> None:
+    """No trainer begins before the sidecar serves; then at once. A latched run is told with its
+    cause, and the job fails: its pod is never tried again.
+    """
     waiting = gate(pod, tmp_path)
-    with running(tmp_path):
-        out, err = waiting.communicate(timeout=30)
-    assert (waiting.returncode, err) == (0, "")
-    assert out.startswith("healthy: ")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("job", ["smartsearch-training"], indirect=True)
-def test_the_gate_ends_on_a_failed_run(pod: dict[str, Any], tmp_path: Path) -> None:
-    """A latched run is told with its cause, and the job fails: its pod is never tried again."""
+    asked = tmp_path / "asked"
+    wait_until(asked.exists, seconds=30)
     with running(tmp_path) as daemon:
+        out, err = waiting.communicate(timeout=30)
+        assert (waiting.returncode, err) == (0, "")
+        assert out.startswith("healthy: ")
+        assert asked.read_text() == "check 2\ncheck 0\n"
         assert daemon.internal().call("POST", "/latch", {"reason": "a test"}).status == 200
         ended = gate(pod, tmp_path)
         out, err = ended.communicate(timeout=30)
@@ -522,37 +522,48 @@ def test_the_script_is_clean(script: Path) -> None:
     lint(tool("shellcheck"), script)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(("nodes", "servers"), [(2, 1), (4, 3)])
-def test_nats_serves_what_runs_inside(tmp_path: Path, nodes: int, servers: int) -> None:
-    """Three servers where there are nodes for them, healthy before what is inside begins, which
-    reaches them by the address it is given, and they end with it; its exit code is the job's.
-    """
-    inside = f"""
-import asyncio, os, sys
-from tests.config.test_deployment import kept
-(*_, url) = servers = os.environ["SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL"].split(",")
-assert len(servers) == {servers}, servers
-assert asyncio.run(kept(url, replicas={servers})) == {servers}
-assert not [name for name in os.environ if name.startswith("NATS_") and "PASS" in name]
-sys.exit(7)
-"""
+def nats_ports() -> dict[str, str]:
+    """What ``nats.sh`` is told of ports, all of them free."""
     names = ("NATS_PORT", "NATS_ROUTE_PORT", "NATS_MONITOR_PORT")
-    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
-    ended = slurm(
-        tmp_path,
-        *(sys.executable, "-c", inside),
-        script=SLURM_NATS,
-        nodes=nodes,
-        given={"NATS_SERVER": nats_server(), **ports},
-    )
-    assert ended.returncode == 7, ended.stderr
-    kept_files = sorted((tmp_path / "runs" / "17.nats").glob("*.conf"))
+    return dict(zip(names, map(str, free_ports(3)), strict=True))
+
+
+def check_ended(runs: Path, servers: int, port: str) -> None:
+    """The servers of the job have ended; what they kept is only their user's to read."""
+    kept_files = sorted((runs / "17.nats").glob("*.conf"))
     assert len(kept_files) == servers
     assert {stat.S_IMODE(path.stat().st_mode) for path in kept_files} == {0o600}
     for number in range(servers):
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection((f"127.0.0.{number + 1}", int(ports["NATS_PORT"])), timeout=5)
+            socket.create_connection((f"127.0.0.{number + 1}", int(port)), timeout=5)
+
+
+@pytest.mark.process
+def test_nats_serves_what_runs_inside(tmp_path: Path) -> None:
+    """Three servers where there are nodes for them, healthy before what is inside begins, which
+    reaches them by the address it is given, and they end with it; its exit code is the job's. For
+    one server where there are fewer nodes see ``test_the_nodes_of_a_job_are_one_run``.
+    """
+    inside = f"""
+from __future__ import annotations
+import asyncio, nats, os, sys
+{inspect.getsource(kept)}
+(*_, url) = servers = os.environ["SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL"].split(",")
+assert len(servers) == 3, servers
+assert asyncio.run(kept(url)) == 3
+assert not [name for name in os.environ if name.startswith("NATS_") and "PASS" in name]
+sys.exit(7)
+"""
+    ports = nats_ports()
+    ended = slurm(
+        tmp_path,
+        *(sys.executable, "-c", inside),
+        script=SLURM_NATS,
+        nodes=4,
+        given={"NATS_SERVER": nats_server(), **ports},
+    )
+    assert ended.returncode == 7, ended.stderr
+    check_ended(tmp_path / "runs", 3, ports["NATS_PORT"])
 
 
 @pytest.mark.process
@@ -584,26 +595,15 @@ def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.timeout(JOB_SECONDS)
-def test_a_latched_run_fails_the_job(tmp_path: Path) -> None:
-    """A trainer that noticed nothing does not hide a closed latch."""
-    ended = slurm(
-        tmp_path, "sidecar", "latch", "--reason", "a test", "--run-dir", *run_of(tmp_path)
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert "keep no checkpoint" in ended.stderr
-
-
-@pytest.mark.process
-@pytest.mark.timeout(JOB_SECONDS)
 def test_the_nodes_of_a_job_are_one_run(tmp_path: Path) -> None:
-    """Sidecars of two nodes, with NATS among them, are told who they are, all speak for the one
-    run, a failure of one fails it on each, and so does the job.
+    """Sidecars of two nodes, with one NATS server among them, are told who they are, all speak for
+    the one run, a failure of one fails it on each, and so the job, whose trainer noticed nothing.
     """
     (port,) = free_ports(1)
-    names = ("NATS_PORT", "NATS_ROUTE_PORT", "NATS_MONITOR_PORT")
-    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
+    ports = nats_ports()
     runs = tmp_path / "@NODE@"
     trainer = """
+if env | grep -q '^NATS_[A-Z_]*PASS'; then exit 8; fi
 srun sidecar check --run-dir "$RUNS/17" --settle 20 || exit 9
 sidecar latch --reason "a test" --run-dir "${RUNS/@NODE@/127.0.0.2}/17"
 """
@@ -621,16 +621,13 @@ sidecar latch --reason "a test" --run-dir "${RUNS/@NODE@/127.0.0.2}/17"
     assert ended.stdout.count("healthy: ") == 2, ended.stdout
     assert ended.stdout.count("failed: operator: ") == 2, ended.stdout
     assert "keep no checkpoint" in ended.stderr
+    check_ended(runs, 1, ports["NATS_PORT"])
     for number in (1, 2):
         run = tmp_path / f"127.0.0.{number}" / "17"
         cluster = json.loads((run / "claim.json").read_bytes())["config"]["cluster"]
         assert (cluster["run_id"], cluster["node"]) == ("slurm-17", f"127-0-0-{number}")
         kinds = [record["kind"] for record in read_records(run)]
         assert kinds == ["run.claimed", "latch.closed", "run.closed"]
-
-
-def run_of(tmp_path: Path) -> list[str]:
-    return [str(tmp_path / "runs" / "17")]
 
 
 @pytest.mark.process

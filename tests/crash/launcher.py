@@ -11,9 +11,9 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +26,6 @@ from smartsearch_sidecar.ledger.file import JOURNAL, Disk
 from smartsearch_sidecar.process.daemon import Daemon
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import configured
-
-POLL_SECONDS = 0.002
 
 
 class KillingDisk(Disk):
@@ -130,13 +128,12 @@ def spawn(order: dict[str, Any]) -> int:
 
 def wait(pid: int, seconds: float) -> int | None:
     """The exit code of a daemon (minus the signal that ended it), ``None`` if it still runs."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(POLL_SECONDS)
-    return None
+    fd = os.pidfd_open(pid)
+    try:
+        ended, _, _ = select.select([fd], [], [], seconds)
+    finally:
+        os.close(fd)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else None
 
 
 def main() -> None:

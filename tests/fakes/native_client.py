@@ -1,7 +1,8 @@
 """One rank of the pinned rollout, by its wire behaviour: eight threads, ``requests``, a new
 connection a call, ten seconds of patience, and the text it would put into the rollout.
 
-Run as ``python native_client.py SANDBOX_URL RANK TURNS``; prints a JSON list of [query, text].
+Run as ``python -m tests.fakes.native_client SANDBOX_URL RANK TURNS``; prints a JSON list
+of [query, text].
 """
 
 from __future__ import annotations

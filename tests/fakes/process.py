@@ -1,4 +1,4 @@
-"""A daemon in a process of its own, started as an operator starts it, with ``serve``."""
+"""A daemon in a process of its own, run as an operator runs it, by ``serve``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import tomli_w
 
 from smartsearch_sidecar.client import Client
+from tests.fakes.forked import Forked
 from tests.fakes.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +33,7 @@ def toml(values: dict[str, Any]) -> str:
 class DaemonProcess:
     """A served run in another process."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     directory: Path
     log: Path
 
@@ -64,26 +65,36 @@ def environment() -> dict[str, str]:
     return {**clean, "PYTHONPATH": str(ROOT)}
 
 
+def command(module: str, *arguments: str, folder: Path, out: Path) -> Forked:
+    """Starts a module that reads no input; what it prints is added to the file ``out``."""
+    with out.open("ab") as said, open(os.devnull, "rb") as nothing:
+        streams = (nothing.fileno(), said.fileno(), said.fileno())
+        return Forked(module, arguments, environ=environment(), folder=folder, streams=streams)
+
+
 def start(
     tmp_path: Path,
     *arguments: str,
     name: str = "run",
     module: str = "smartsearch_sidecar",
+    fresh: bool = False,
     **keys: Any,
 ) -> DaemonProcess:
-    """Starts ``serve`` and returns without waiting; keys with ``__`` for the dot."""
+    """Starts ``serve`` and returns without waiting; keys with ``__`` for the dot. The process is
+    forked from one that has imported the package, or ``fresh``: an interpreter of its own.
+    """
     values = {"server.port": 0, "retrieval.provider": "tests.fakes.plugin:instant"}
     values.update({key.replace("__", "."): value for key, value in keys.items()})
     config = tmp_path / f"{name}.toml"
     config.write_text(toml(values))
     directory = tmp_path / name
     log = tmp_path / f"{name}.log"
+    words = ["serve", "--config", str(config), "--run-dir", str(directory), *arguments]
+    if not fresh:
+        return DaemonProcess(command(module, *words, folder=tmp_path, out=log), directory, log)
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", module, "serve", "--config", str(config)),
-                *("--run-dir", str(directory), *arguments),
-            ],
+            [sys.executable, "-m", module, *words],
             stdout=stream,
             stderr=stream,
             env=environment(),

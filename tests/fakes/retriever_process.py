@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
-import subprocess
 import sys
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
+from tests.fakes.forked import Forked
 from tests.fakes.process import ROOT, environment
 from tests.fakes.retriever import FakeRetriever
 
@@ -24,7 +25,8 @@ class RetrieverProcess:
         """``knobs`` are attributes of ``FakeRetriever``."""
         self._knobs = knobs
         self.port = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Forked | None = None
+        self._streams: tuple[TextIO, TextIO] | None = None  # to it, and from it
 
     @property
     def url(self) -> str:
@@ -41,48 +43,53 @@ class RetrieverProcess:
     def start(self, **knobs: Any) -> None:
         """Returns once it listens; ``knobs`` are added to those it had."""
         self._knobs.update(knobs)
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.fakes.retriever_process"),
-                json.dumps({**self._knobs, "port": self.port}),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment(),
-            cwd=ROOT,
-        )
+        its_input, to_it = os.pipe()
+        from_it, its_output = os.pipe()
+        try:
+            self._process = Forked(
+                "tests.fakes.retriever_process",
+                [json.dumps({**self._knobs, "port": self.port})],
+                environ=environment(),
+                folder=ROOT,
+                streams=(its_input, its_output, 2),
+            )
+        finally:
+            os.close(its_input)
+            os.close(its_output)
+        self._streams = os.fdopen(to_it, "w"), os.fdopen(from_it)
         self.port = self._said()["port"]
 
     def turn(self, **knobs: Any) -> None:
         """Turns knobs while it serves."""
-        process = self._running
-        if process.stdin is None:
-            raise RuntimeError("a retriever without a standard input")
-        process.stdin.write(json.dumps(knobs) + "\n")
-        process.stdin.flush()
+        _, (to_it, _) = self._running
+        to_it.write(json.dumps(knobs) + "\n")
+        to_it.flush()
         self._said()
 
     def freeze(self) -> None:
         """Takes connections, since the kernel does, and answers none of them."""
-        self._running.send_signal(signal.SIGSTOP)
+        self._running[0].send_signal(signal.SIGSTOP)
 
     def kill(self) -> None:
         """``kill -9``."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate(timeout=10)
+        if self._process is None:
+            return
+        process, streams = self._running
+        self._process = self._streams = None
+        process.kill()
+        process.wait(10)
+        for stream in streams:
+            stream.close()
 
     @property
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
+    def _running(self) -> tuple[Forked, tuple[TextIO, TextIO]]:
+        if self._process is None or self._streams is None:
             raise RuntimeError("the retriever does not run")
-        return self._process
+        return self._process, self._streams
 
     def _said(self) -> Any:
-        process = self._running
-        line = process.stdout.readline() if process.stdout is not None else ""
+        process, (_, from_it) = self._running
+        line = from_it.readline()
         if not line:
             raise RuntimeError(f"the retriever ended with {process.wait(10)}")
         return json.loads(line)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 from smartsearch_sidecar.client import Answered, Client
 from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
-from tests.fakes.process import DaemonProcess, environment, running, start, toml
+from tests.fakes.process import DaemonProcess, command, running, start, toml
 from tests.fakes.retriever_process import RetrieverProcess
 from tests.fakes.served import ENVIRONMENT, read_records, served
 
@@ -150,12 +148,9 @@ def recorded(tmp_path: Path, retriever: RetrieverProcess) -> Path:
     values = {key.replace("__", "."): value for key, value in flashrag(retriever).items()}
     config.write_text(toml(values))
     words = ["canaries", "record", str(questions), str(out), "--config", str(config)]
-    subprocess.run(
-        [sys.executable, "-m", "smartsearch_sidecar", *words],
-        check=True,
-        env=environment(),
-        capture_output=True,
-    )
+    said = tmp_path / "canaries.log"
+    recording = command("smartsearch_sidecar", *words, folder=tmp_path, out=said)
+    assert recording.wait(30) == 0, said.read_text()
     return out
 
 

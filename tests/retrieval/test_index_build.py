@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,15 @@ def corpus_of(folder: Path, count: int, *, seed: int = 1, name: str = "corpus.js
         for number in range(count):
             words = " ".join(draw.choices(VOCABULARY, k=draw.randint(3, 9)))
             file.write(json.dumps({"id": f"p{number}", "contents": f'"{number}"\n{words}'}) + "\n")
+    return path
+
+
+def long_corpus(folder: Path, count: int, *, words: int) -> Path:
+    """A corpus of few passages and many bytes: quick to make and to read, not to index."""
+    text = " ".join(random.Random(4).choices(VOCABULARY, k=words))
+    lines = (json.dumps({"id": f"p{number}", "contents": text}) for number in range(count))
+    path = folder / "corpus.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
@@ -257,7 +267,9 @@ def test_missing_folders_above_are_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["between the passes", "in the second"])
 def test_a_corpus_that_changes_is_refused(moment: str, tmp_path: Path) -> None:
     """A corpus that is written to while it is read twice makes no index of a mixture."""
-    corpus = corpus_of(tmp_path, 25_000)  # longer than what is read at once
+    # More passages than the 4,096 after which a build tells first, and then more bytes to come than
+    # the mebibyte that is read at once.
+    corpus = long_corpus(tmp_path, 7_000, words=50)
     ends = 0
 
     def change(stage: str, done: int, total: int) -> None:
@@ -328,7 +340,7 @@ def await_build(condition: Callable[[], bool], process: subprocess.Popen[str]) -
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A build in a process of its own that has begun to index, and would take a while."""
-    corpus = corpus_of(tmp_path, 30_000)
+    corpus = long_corpus(tmp_path, 2_000, words=700)
     process = subprocess.Popen(
         command(corpus, tmp_path / "index"),
         stderr=subprocess.PIPE,
@@ -359,17 +371,24 @@ def test_a_signal_leaves_nothing(
 
 
 @pytest.mark.process
-def test_leavings_of_a_killed_build_are_cleared(
-    running: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_leavings_of_a_killed_build_are_cleared(tmp_path: Path) -> None:
     """A build that was killed outright leaves a hidden folder, which the next build clears."""
-    running.kill()
-    running.communicate()
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from smartsearch_sidecar.retrieval.bm25.build import build\n"
+        "def kill(stage, done, total):\n"
+        "    if stage == 'indexing': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "build(Path(sys.argv[1]), Path(sys.argv[2]), progress=kill)\n"
+    )
+    words = [sys.executable, "-c", program, str(FLASHRAG), str(tmp_path / "index")]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    leavings = tmp_path / ".index.building"
+    assert (leavings / "meta.json").exists()
     # It may have come as far as its manifest.
-    (tmp_path / ".index.building" / manifests.NAME).write_text("{}")
+    (leavings / manifests.NAME).write_text("{}")
     assert not (tmp_path / "index").exists()
     build(FLASHRAG, tmp_path / "index")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
     assert verify_and_open(tmp_path / "index").manifest.passages == 7
     endings = [path.suffix for path in (tmp_path / "index").iterdir() if path.suffix != ".json"]
     assert sorted(endings) == [".fast", ".fieldnorm", ".idx", ".pos", ".store", ".term"]
@@ -387,29 +406,32 @@ def test_two_builds_of_one_place_do_not_meet(tmp_path: Path) -> None:
     assert verify_and_open(tmp_path / "index").manifest.passages == 7
 
 
-@pytest.mark.process
+@pytest.fixture(scope="module")
+def five_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus that is only read."""
+    return corpus_of(tmp_path_factory.mktemp("corpus"), 5_000)
+
+
+@contextmanager
+def files_at_most(size: int) -> Iterator[None]:
+    """No file of this process grows beyond that many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 100_000])
-@pytest.mark.parametrize("single", [0, 50_000], ids=["eight commits", "one commit"])
-def test_a_full_disk_leaves_nothing(limit: int, single: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizing", [LEVELLED, Sizing()], ids=["eight commits", "one commit"])
+def test_a_full_disk_leaves_nothing(
+    limit: int, sizing: Sizing, five_thousand: Path, tmp_path: Path
+) -> None:
     """When files cannot grow any more, wherever that is met, the build ends with one sentence."""
-    corpus = corpus_of(tmp_path, 5_000)
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from smartsearch_sidecar import errors\n"
-        "from smartsearch_sidecar.retrieval.bm25.build import Sizing, build\n"
-        "corpus, out, single = sys.argv[1:]\n"
-        "try: build(Path(corpus), Path(out), sizing=Sizing(single_commit_passages=int(single)))\n"
-        "except errors.UsageError as error: sys.exit(error.message)\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(corpus), str(tmp_path / "index"), str(single)],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert ended.returncode == 1, ended
-    *_, sentence = ended.stderr.splitlines()
-    assert "make room" in sentence
-    assert str(tmp_path) in sentence
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+    with raises(errors.USAGE) as caught, files_at_most(limit):
+        build(five_thousand, tmp_path / "index", sizing=sizing)
+    assert "\n" not in caught.value.message
+    assert "make room" in caught.value.message
+    assert str(tmp_path) in caught.value.message
+    assert not list(tmp_path.iterdir())

@@ -103,7 +103,7 @@ class Page:
             with contextlib.suppress(AssertionError):
                 return await self.ask(expression)
 
-        return await until(asked, seconds=PATIENCE, pause=0.02, found=lambda: expression)
+        return await until(asked, seconds=PATIENCE, pause=0.04, found=lambda: expression)
 
     async def text(self, selector: str = "body") -> str:
         """What a person reads there."""
@@ -159,24 +159,29 @@ def running(program: str, profile: Path) -> Iterator[str]:
 
 @asynccontextmanager
 async def tab(address: str) -> AsyncIterator[Page]:
-    """An empty tab with storage of its own."""
+    """The browser's one tab, empty. It is emptied again at the end: a process for each new tab
+    would cost more than all that is looked at in it.
+    """
     async with (
         aiohttp.ClientSession() as session,
         session.ws_connect(address, max_msg_size=0) as socket,
     ):
-        context = await _ask(socket, 1, "Target.createBrowserContext")
-        target = await _ask(socket, 2, "Target.createTarget", url="", **context)
-        attached = await _ask(socket, 3, "Target.attachToTarget", flatten=True, **target)
+        targets = (await _ask(socket, 1, "Target.getTargets"))["targetInfos"]
+        (target,) = (one["targetId"] for one in targets if one["type"] == "page")
+        attached = await _ask(socket, 2, "Target.attachToTarget", flatten=True, targetId=target)
         page = Page(socket, attached["sessionId"])
         reader = asyncio.create_task(page.read())
         try:
             for domain in ("Page", "Runtime", "Log", "Network"):
                 await page.call(f"{domain}.enable")
             yield page
+            await page.call("Log.clear")
+            await page.call("Runtime.discardConsoleEntries")
+            await page.call("Storage.clearDataForOrigin", origin="*", storageTypes="all")
+            await page.open("about:blank")
         finally:
             reader.cancel()
             await asyncio.wait([reader])
-            await _ask(socket, 4, "Target.disposeBrowserContext", **context)
 
 
 async def _ask(

@@ -21,7 +21,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def page(browser: str) -> AsyncIterator[Page]:
-    """A tab that shares nothing with those of other tests."""
+    """A tab that keeps nothing of other tests."""
     async with tab(browser) as fresh:
         await fresh.look(width=1280)
         yield fresh

@@ -9,7 +9,7 @@ import random
 import resource
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -43,7 +43,6 @@ def long_half_close(monkeypatch: pytest.MonkeyPatch) -> None:
 OURS = b"POST " + MARKER + b"execute HTTP/1.1\r\n"
 STRANGE = CAPABILITY[:-1] + b"X"  # all but the last character is right
 AFTER_CLOSE = "bytes after close"  # in a segment of their own they meet a closed connection
-PASSED_ON = 1500  # mutated requests a loop
 
 # What the parser refuses once it has the whole of it; `OURS` opens each, unless it must not.
 MALFORMED: dict[str, bytes] = {
@@ -132,31 +131,38 @@ async def refused(served: Served, data: bytes, drip: int = 0) -> bytes:
 # --- malformed bytes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", MALFORMED)
 async def test_malformed_request_gets_the_constant_and_is_attributed(
-    form: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
 ) -> None:
     """Whole or byte by byte, ours or a stranger's: one answer, one report, the right owner."""
     caplog.set_level(logging.DEBUG, logger="aiohttp")
-    data = MALFORMED[form]
     async with serving(answering) as served:
-        for owner in (CAPABILITY, STRANGE):
-            sent = data.replace(CAPABILITY, owner)
-            pieces = () if form == AFTER_CLOSE else (1 if len(data) < 1000 else len(data) // 40,)
-            for drip in (0, *pieces):
-                answer = await refused(served, sent, drip)
-                assert CAPABILITY not in answer
-                if not drip:
-                    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-                    assert b"\r\nConnection: close\r\n\r\n" in answer
-                    assert answer.endswith(BAD_MESSAGE)
-                    assert answer.count(b"HTTP/1.1 4") == 1
-                [(reason, authenticated)] = served.seen.faults
-                assert reason.isidentifier()
-                assert authenticated is (owner == CAPABILITY)
-                served.seen.faults.clear()
-        assert served.seen.silent
-    assert not caplog.records
+        for form in MALFORMED:
+            with subtests.test(form):
+                served.seen.faults.clear()  # of a form before it that has failed
+                await attributed(served, form)
+                assert served.seen.silent
+                assert not caplog.records
+
+
+async def attributed(served: Served, form: str) -> None:
+    """One malformed request, from each owner, whole and in pieces."""
+    data = MALFORMED[form]
+    for owner in (CAPABILITY, STRANGE):
+        sent = data.replace(CAPABILITY, owner)
+        pieces = () if form == AFTER_CLOSE else (1 if len(data) < 1000 else len(data) // 40,)
+        for drip in (0, *pieces):
+            answer = await refused(served, sent, drip)
+            assert CAPABILITY not in answer
+            if not drip:
+                assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+                assert b"\r\nConnection: close\r\n\r\n" in answer
+                assert answer.endswith(BAD_MESSAGE)
+                assert answer.count(b"HTTP/1.1 4") == 1
+            [(reason, authenticated)] = served.seen.faults
+            assert reason.isidentifier()
+            assert authenticated is (owner == CAPABILITY)
+            served.seen.faults.clear()
 
 
 async def test_constant_is_an_error_of_ours() -> None:
@@ -278,21 +284,31 @@ async def test_request_split_at_every_byte_is_one_request() -> None:
         assert served.server.requests_count == len(whole)
 
 
+HEAD = message(b"")
+PROVEN = HEAD.index(MARKER) + len(MARKER)
+# Where something ends: a line, the proof whose call it is, the last byte but one.
+ENDS = {PROVEN, len(HEAD) - 2, *(at + 1 for at, byte in enumerate(HEAD[:-3]) if byte == 10)}
+NEAR_ENDS = sorted({1} | {end + off for end in ENDS for off in (-2, -1, 0, 1)})
+
+
 @pytest.mark.parametrize("leave", [RawClient.close, RawClient.reset])
-async def test_client_that_leaves_at_any_byte_of_its_headers_is_seen(
-    leave: Callable[[RawClient], None],
+@pytest.mark.parametrize(
+    "cuts",
+    [NEAR_ENDS, pytest.param(range(1, len(HEAD)), marks=pytest.mark.soak)],
+    ids=["near ends", "every byte"],
+)
+async def test_client_that_leaves_within_its_headers_is_seen(
+    leave: Callable[[RawClient], None], cuts: Sequence[int]
 ) -> None:
     """A call cut within its headers is reported, as ours from the byte that proves it."""
-    headers = message(b"")
-    proven = headers.index(MARKER) + len(MARKER)
     async with serving(answering) as served:
-        for cut in range(1, len(headers)):
+        for cut in cuts:
             client = await served.connect()
-            await client.send(headers[:cut])
+            await client.send(HEAD[:cut])
             await until(lambda: any(c._first is not None for c in served.server.edges()))
             leave(client)
             await served.emptied()
-            assert served.seen.faults == [("cut_off", cut >= proven)]
+            assert served.seen.faults == [("cut_off", cut >= PROVEN)]
             served.seen.faults.clear()
         silent = await served.connect()
         await until(lambda: served.server.open == 1)
@@ -400,6 +416,14 @@ async def test_bytes_behind_an_upgrade_are_reported_and_never_served(
 # --- many and random ------------------------------------------------------------------------------
 
 
+def calling(address: tuple[str, int]) -> socket.socket:
+    """A connection that is asked for: no turn of the loop goes by, so nothing is accepted yet."""
+    caller = socket.socket()
+    caller.setblocking(False)
+    caller.connect_ex(address)
+    return caller
+
+
 async def test_two_thousand_idle_connections_disturb_no_request() -> None:
     """A rollout is answered beside 2,000 silent connections, and all end with the server."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -407,8 +431,10 @@ async def test_two_thousand_idle_connections_disturb_no_request() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     try:
         async with serving(answering, connections_max=2001) as served:
-            idle = [await served.connect() for _ in range(2000)]
-            await until(lambda: served.server.open == 2000)
+            idle: list[RawClient] = []
+            for come in range(500, 2001, 500):  # as many as the backlog takes in one turn
+                idle += [RawClient(calling(served.address)) for _ in range(500)]
+                await until(partial(lambda so_far: served.server.open == so_far, come))
             client = await served.connect()
             for _ in range(20):
                 await client.send(message())
@@ -427,11 +453,9 @@ async def test_two_thousand_idle_connections_disturb_no_request() -> None:
 async def test_callers_that_come_while_the_loop_is_busy_are_let_in_at_once() -> None:
     """Eight ranks starting together meet no full backlog, which would cost them a second each."""
     async with serving(answering) as served:
-        callers = [socket.socket() for _ in range(600)]
+        callers = [calling(served.address) for _ in range(600)]
         pending = select.poll()
         for caller in callers:
-            caller.setblocking(False)
-            caller.connect_ex(served.address)  # no turn of the loop: nothing is accepted meanwhile
             pending.register(caller, select.POLLOUT)
         connected = {fd for fd, events in pending.poll(0) if events == select.POLLOUT}
         assert len(connected) == len(callers)
@@ -466,8 +490,13 @@ def mutated(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize("seed", [11, 12])
-async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+# 250 meet each of the six kinds of change dozens of times.
+@pytest.mark.parametrize(
+    ("seed", "count"), [(11, 250), pytest.param(12, 20_000, marks=pytest.mark.soak)]
+)
+async def test_no_bytes_pass_unseen(
+    seed: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """Any bytes reach a handler or a report; no failure, no log, no echo, no silent connection."""
     caplog.set_level(logging.DEBUG, logger="aiohttp")
     rng = random.Random(seed)
@@ -486,7 +515,7 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
         def met(before: int) -> bool:
             return handled > before or bool(served.seen.faults)
 
-        for _ in range(PASSED_ON // 2):
+        for _ in range(count):
             data, before = mutated(rng), handled
             client = await served.connect()
             await client.send(data)
@@ -504,4 +533,6 @@ async def test_no_bytes_pass_unseen(seed: int, caplog: pytest.LogCaptureFixture)
                 assert authenticated is (MARKER in data), data
             served.seen.faults.clear()
         assert served.seen.silent
+        # Both kinds are met: what a handler gets, and what is reported.
+        assert 0 < handled < count
     assert not caplog.records

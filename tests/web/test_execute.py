@@ -406,13 +406,13 @@ async def test_sixty_four_clients_that_come_straight_back(tmp_path: Path) -> Non
     async with served(tmp_path / "run") as run:
 
         async def client(number: int) -> None:
-            for turn in range(10):
+            for turn in range(4):
                 status, value = await run.execute(f"client {number} turn {turn}")
                 assert status == 200
                 assert f"about client {number} turn {turn}." in value["result"]
 
         await asyncio.gather(*(client(number) for number in range(64)))
         status, health = await run.health()
-        assert (status, health["retrieval_responses"]) == (200, 640)
+        assert (status, health["retrieval_responses"]) == (200, 256)
         assert run.provider.most_under_way <= 8
         assert run.service.slots.most_waiting > 0

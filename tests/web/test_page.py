@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.bus import Ground
+from tests.fakes.cluster_run import joined
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
@@ -18,6 +20,7 @@ from tests.web.browser import Page
 
 WORD = "document.getElementById('word').textContent"
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+NODES = "document.getElementById('nodes').innerText"
 TEXT_OF = "Array.from(document.querySelectorAll({0!r}), (one) => one.innerText)"
 
 
@@ -75,6 +78,8 @@ async def test_page_is_live(tmp_path: Path, page: Page) -> None:
     async with served(tmp_path / "run", provider=provider) as run, shown(page, run):
         assert await rows(page, "#recent") == ["None yet."]
         assert await page.ask("document.getElementById('resumed').hidden")
+        # A run of one has no table of nodes.
+        assert await page.ask("document.getElementById('fleet').hidden")
         await page.ask("window.kept = 'the same document'")
         for number in range(3):
             await run.execute(f"question {number}")
@@ -93,7 +98,9 @@ async def test_page_is_live(tmp_path: Path, page: Page) -> None:
 
 
 async def test_failed_run_says_why_when_and_what_to_do(tmp_path: Path, page: Page) -> None:
-    """At the first failure the page turns, without a reload, to cause, time, detail and remedy."""
+    """At the first failure the page turns, without a reload, to cause, time, detail and remedy; a
+    command between backticks in our sentences is set as code, without the backticks.
+    """
     provider = FakeProvider()
     async with served(tmp_path / "run", provider=provider) as run, shown(page, run):
         await run.execute("well answered")
@@ -103,6 +110,8 @@ async def test_failed_run_says_why_when_and_what_to_do(tmp_path: Path, page: Pag
         verdict = await page.text("#verdict")
         for words in ("retrieval_failed", "RuntimeError", "search 2, counted", "doctor"):
             assert words in verdict
+        assert await page.text("#remedy code") == "smartsearch-sidecar doctor"
+        assert "`" not in verdict
         assert await page.ask("document.title") == "Failed · SmartSearch sidecar"
         assert "Failed" in await page.ask("document.getElementById('spoken').textContent")
         await page.until("document.getElementById('recent').innerText.includes('never answered')")
@@ -121,17 +130,6 @@ async def test_failed_run_names_where_to_go_back_to(tmp_path: Path, page: Page) 
         accepted = await page.text("#accepted")
         assert accepted.startswith("step 70, ")
         assert accepted.endswith("(number 1)")
-
-
-async def test_commands_in_a_remedy_look_like_commands(tmp_path: Path, page: Page) -> None:
-    """What stands between backticks in our sentences is set as code, without the backticks."""
-    provider = FakeProvider()
-    async with served(tmp_path / "run", provider=provider) as run, shown(page, run):
-        provider.fault = RuntimeError("gone")
-        await run.execute("q")
-        await page.until(f"{WORD} === 'Failed'")
-        assert await page.text("#remedy code") == "smartsearch-sidecar doctor"
-        assert "`" not in await page.text("#verdict")
 
 
 async def test_resumed_run_says_where_its_figures_begin(tmp_path: Path, page: Page) -> None:
@@ -255,20 +253,22 @@ async def test_open_request_stays_under_the_eyes(tmp_path: Path, page: Page) -> 
         assert len(await rows(page, "#recent")) == 50
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_narrow_window_has_it_all(tmp_path: Path, page: Page, dark: bool) -> None:
+async def test_narrow_window_has_it_all(tmp_path: Path, page: Page) -> None:
     """On a telephone nothing hangs over the edge, and words stand out from their ground."""
     async with rewarded(tmp_path) as on, shown(page, on.run):
-        await page.look(width=360, height=740, dark=dark)
+        await page.look(width=360, height=740)
         await on.reward(await on.rollout("W" * 600))
         await on.run.internal("POST", "/latch", {"reason": "y" * 300})
         await page.until(f"{WORD} === 'Failed'")
         await page.until("document.querySelectorAll('#recent button').length === 1")
-        assert await page.ask("document.documentElement.scrollWidth <= innerWidth")
-        measured: dict[str, Any] = await page.ask(CONTRASTS)
-        assert measured
-        for words, contrast in measured.items():
-            assert contrast >= 4.5, words
+        for dark in (False, True):
+            await page.look(width=360, height=740, dark=dark)
+            assert await page.ask("matchMedia('(prefers-color-scheme: dark)').matches") is dark
+            assert await page.ask("document.documentElement.scrollWidth <= innerWidth")
+            measured: dict[str, Any] = await page.ask(CONTRASTS)
+            assert measured
+            for words, contrast in measured.items():
+                assert contrast >= 4.5, (words, dark)
 
 
 # WCAG's contrast of each kind of text against the nearest ground that is painted.
@@ -329,3 +329,23 @@ async def test_page_of_a_day_holds_no_more_than_of_ten_minutes(tmp_path: Path, p
         })""")
         assert sizes[0] == sizes[1]
         assert sizes[0][0] == 600
+
+
+async def test_a_row_for_every_node(tmp_path: Path, page: Page) -> None:
+    """The page names every node, its state and its journal, and speaks for the run."""
+    ground = Ground()
+    async with joined(tmp_path, ground, "a", 2) as first, shown(page, first):
+        await page.until(f"{NODES}.includes('not joined yet')")
+        assert await page.ask(WORD) == "Pending"
+        async with joined(tmp_path, ground, "b", 2) as second:
+            assert (await second.execute("a question"))[0] == 200
+            await page.until(f"{WORD} === 'Good'")
+            await page.until(f"{NODES}.includes('All\\thealthy\\tconnected\\t1\\t1')")
+            own, other, _ = await rows(page, "#nodes")
+            assert own.startswith("a (this one)\thealthy\t")
+            assert other.startswith("b\thealthy\t")
+            assert "9,999" in (await rows(page, "#quotas"))[0]
+            await second.internal("POST", "/latch", {"reason": "enough"})
+            await page.until(f"{WORD} === 'Failed'")
+            await page.until(f"{NODES}.includes('failed: op')")
+            assert "on node b: enough" in await page.text("#failure")
