@@ -2,8 +2,8 @@
 
 Ray lives in a process of its own, a driver that is told what to do line by line: its threads and
 warnings are not this process's, and what it prints can be searched for capabilities. The nodes
-share one loopback here, so each sidecar takes any free port; one test gives each node a network of
-its own, where the machine allows it, and one port to all.
+share one loopback here, so each sidecar takes any free port; one test adds a node with a network of
+its own, where the machine allows it, and gives one port to it and to another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from smartsearch_sidecar.client import Client
 from smartsearch_sidecar.integrations import ray_sidecars
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.retrieval.bm25.build import build
-from tests.fakes.nats_cluster import nats_cluster
+from tests.fakes.nats_cluster import free_ports, nats_cluster
 from tests.fakes.process import ROOT, environment, toml
 from tests.fakes.served import (
     ENVIRONMENT,
@@ -42,6 +42,8 @@ CORPUS = ROOT / "tests" / "data" / "corpora" / "flashrag.jsonl"
 NODES = 3
 LOST_SECONDS = 40.0  # Ray tells of a lost node after some
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
+# No dashboard, no autoscaler to watch nodes that come and go by hand, no second copy of the logs.
+HEAD = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
 # A cluster of seven processes, on a machine with other work to do.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 if sys.version_info >= (3, 14):
@@ -67,21 +69,17 @@ class Driver:
         self.runs: dict[str, ray_sidecars.Sidecars] = {}
         os.environ["RAY_TMPDIR"] = folder
         for number in range(NODES):
-            # No dashboard, and no autoscaler to watch nodes that come and go by hand.
-            head = {} if number else {"include_dashboard": False, "no_monitor": True}
-            self.add(str(number), connect=False, **head)
+            self.add(str(number), connect=False, **({} if number else HEAD))
         ray.init(address=self.cluster.address, logging_level=logging.WARNING)
 
-    def add(self, tag: str, *, connect: bool = True, **keys: Any) -> str:
-        node = self.cluster.add_node(
+    def add(self, tag: str, *, connect: bool = True, **keys: Any) -> None:
+        self.added[tag] = self.cluster.add_node(
             num_cpus=1,
             resources={f"tag-{tag}": 1},
             object_store_memory=OBJECT_STORE_BYTES,
             wait=connect,
             **keys,
         )
-        self.added[tag] = node
-        return str(node.node_id)
 
     def add_apart(self, tag: str, network: str, address: str) -> None:
         """A node in a network namespace: what a thread starts is where the thread is."""
@@ -93,6 +91,9 @@ class Driver:
             finally:
                 assert libc.setns(home.fileno(), new_network) == 0
         self.cluster.wait_for_nodes()
+
+    def node_id(self, tag: str) -> str:
+        return str(self.added[tag].node_id)
 
     def remove(self, tag: str) -> None:
         self.cluster.remove_node(self.added.pop(tag), allow_graceful=False)
@@ -244,14 +245,9 @@ def endpoints(folder: Path) -> dict[str, Any]:
     return value
 
 
-def asked(url: str) -> int:
-    """Asks as a rollout does; the status."""
-    return Client(url).execute("Aristotle", ENVIRONMENT).status
-
-
 def searched(folder: Path) -> int:
-    """The same by the address of one node's own run directory."""
-    return asked(endpoints(folder)["sandbox_url"])
+    """Asks as a rollout does, by the address of one node's own run directory; the status."""
+    return Client(endpoints(folder)["sandbox_url"]).execute("Aristotle", ENVIRONMENT).status
 
 
 def kinds(folder: Path) -> list[str]:
@@ -315,8 +311,9 @@ def test_a_keeper_tells_a_failure_in_words(tmp_path: Path) -> None:
 
 
 def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
-    """Each node has its own sidecar, one call tells of all, one failure fails the whole, a node
-    that comes late is noticed, and every ledger is brought home whole.
+    """Each node has its own sidecar, one call tells of all, and one failure fails the whole. Ray
+    restarts nothing that was killed. Every ledger is brought home as it is; resumed by hand, the
+    run has what was killed in its latch.
     """
     words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "all"}
     shown = ray("start", **words)
@@ -337,76 +334,69 @@ def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="one sandbox_url serves every node, but theirs differ"):
         ray("url", run="all")
 
-    last = names[-1]
-    client = Client(endpoints(folders[last])["internal_url"])
+    good, latched, killed = (named(ray, names, tag) for tag in ("0", "1", "2"))
+    client = Client(endpoints(folders[latched])["internal_url"])
     assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
     healthy, rows, said = ray("check", run="all")
     assert not healthy
-    assert [rows[name]["state"] for name in names] == ["healthy", "healthy", "failed"]
-    assert f"{last}: failed: operator: a test" in said
+    states = {name: row["state"] for name, row in rows.items()}
+    assert states == {good: "healthy", latched: "failed", killed: "healthy"}
+    assert f"{latched}: failed: operator: a test" in said
+
+    os.kill(endpoints(folders[killed])["pid"], signal.SIGKILL)
+    healthy, rows, _ = ray("check", run="all")
+    assert not healthy
+    assert (rows[killed]["state"], rows[killed]["exit_code"]) == ("ended", 137)
+    assert rows[good]["state"] == "healthy"
 
     with pytest.raises(Refused, match="stop them first"):
         ray("collect", run="all", into=str(tmp_path / "home"))
-    assert ray("stop", run="all") == {**dict.fromkeys(names, 0), last: 4}
+    assert ray("stop", run="all") == {good: 0, latched: 4, killed: 137}
+    assert (folders[killed] / "endpoints.json").exists()
     home = ray("collect", run="all", into=str(tmp_path / "home"))
     assert home == {name: str(tmp_path / "home" / name) for name in names}
     for name, folder in folders.items():
-        assert verify(tmp_path / "home" / name).ok
         assert kinds(tmp_path / "home" / name) == kinds(folder)
-        assert kinds(folder)[-1] == "run.closed"
+        assert verify(tmp_path / "home" / name).ok
+        assert (kinds(folder)[-1] == "run.closed") == (name != killed)
+    files = [path for path in (tmp_path / "home" / killed).rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == ["000001.jsonl", "claim.json"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     with pytest.raises(Refused, match="File exists"):
         ray("collect", run="all", into=str(tmp_path / "home"))
 
-
-def test_a_killed_sidecar_stays_down_until_a_person_goes_on(
-    ray: Ray, config: Path, tmp_path: Path
-) -> None:
-    """Ray restarts nothing; a run that is resumed by hand has what was killed in its latch."""
-    words = {
-        "config": str(config),
-        "runs": str(tmp_path / "{node}"),
-        "run": "one",
-        "tags": ["0", "1"],
-    }
-    first, second = ray("start", **words)[2:]
-    folder = tmp_path / first / "one"
-    os.kill(endpoints(folder)["pid"], signal.SIGKILL)
-    healthy, rows, _ = ray("check", run="one")
-    assert not healthy
-    assert (rows[first]["state"], rows[first]["exit_code"]) == ("ended", 137)
-    assert rows[second]["state"] == "healthy"
-    assert ray("stop", run="one") == {first: 137, second: 0}
-    assert (folder / "endpoints.json").exists()
-    ray("collect", run="one", into=str(tmp_path / "home"))
-    home = [path for path in (tmp_path / "home" / first).rglob("*") if path.is_file()]
-    assert sorted(path.name for path in home) == ["000001.jsonl", "claim.json"]
-    assert {stat.S_IMODE(path.stat().st_mode) for path in home} == {0o600}
-
-    ray("start", **words, resume=True)
-    _, rows, _ = ray("check", run="one")
-    assert (rows[first]["state"], rows[first]["cause"]) == ("failed", "unclean_restart")
-    assert rows[second]["state"] == "healthy"
-    assert ray("stop", run="one") == {first: 4, second: 0}
+    ray("start", **words, tags=["0", "2"], resume=True)
+    _, rows, _ = ray("check", run="all")
+    assert (rows[killed]["state"], rows[killed]["cause"]) == ("failed", "unclean_restart")
+    assert rows[good]["state"] == "healthy"
+    assert ray("stop", run="all") == {good: 0, killed: 4}
 
 
-def test_nodes_come_and_go(ray: Ray, config: Path, tmp_path: Path) -> None:
-    """One node's address is the run's; a node that came late has no sidecar; one that is lost takes
-    its sidecar with it in order, and neither is healthy.
+def named(ray: Ray, names: Sequence[str], tag: str) -> str:
+    """Which of the names is the node's with the tag."""
+    number = ray("node_id", tag=tag)
+    (name,) = (name for name in names if number.startswith(name.rpartition("-")[2]))
+    return name
+
+
+def test_a_node_that_is_lost(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """One node's address is the run's; a node that is lost takes its sidecar with it in order, and
+    is not healthy.
     """
     words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "few"}
-    ray("add", tag="late")
-    try:
-        (name,) = ray("start", **words, tags=["late"], one_port=True)[2:]
-        folder = tmp_path / name / "few"
-        assert ray("url", run="few") == endpoints(folder)["sandbox_url"]
-    finally:
-        ray("remove", tag="late")
+    (name,) = ray("start", **words, tags=["2"], one_port=True)[2:]
+    folder = tmp_path / name / "few"
+    assert ray("url", run="few") == endpoints(folder)["sandbox_url"]
+    ray("remove", tag="2")
     wait_until(lambda: not (folder / "endpoints.json").exists(), seconds=LOST_SECONDS)
     assert kinds(folder)[-1] == "run.closed"
     wait_until(
         lambda: ray("check", run="few")[1][name]["state"] == "unreachable", seconds=LOST_SECONDS
     )
     assert not ray("check", run="few")[0]
+
+
+# --- on the two nodes that are left ---------------------------------------------------------------
 
 
 def test_one_that_cannot_begin_ends_all(ray: Ray, config: Path, tmp_path: Path) -> None:
@@ -448,61 +438,59 @@ def test_nodes_of_one_run(ray: Ray, config: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def networks(ray: Ray) -> Iterator[dict[str, str]]:
-    """Two network namespaces on a bridge, by name, with the address each has there."""
-    bridge = f"ray{os.getpid() % 100_000}"
-    names = {f"{bridge}-{number}": f"10.231.77.{number}" for number in (2, 3)}
+def network(ray: Ray) -> Iterator[tuple[str, str]]:
+    """A network namespace with a cable to this one: its name, and its address there."""
+    name = f"ray{os.getpid() % 100_000}"
+    near, far = f"{name}n", f"{name}f"
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     def let_go() -> None:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        # A namespace goes with the last process in it; its cables need not wait for that.
-        for link in (f"{bridge}n0", f"{bridge}n1", bridge):
-            subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        # A namespace goes with the last process in it; its cable need not wait for that.
+        subprocess.run(["ip", "link", "delete", near], check=False, capture_output=True)
 
     try:
-        ip("link", "add", bridge, "type", "bridge")
-        ip("address", "add", "10.231.77.1/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for number, (name, address) in enumerate(names.items()):
-            near, far = f"{bridge}n{number}", f"{bridge}f{number}"
-            ip("netns", "add", name)
-            ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-            ip("link", "set", near, "master", bridge, "up")
-            ip("-n", name, "address", "add", f"{address}/24", "dev", far)
-            ip("-n", name, "link", "set", far, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "route", "add", "default", "via", "10.231.77.1")
+        ip("netns", "add", name)
+        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        ip("address", "add", "10.231.77.1/24", "dev", near)
+        ip("link", "set", near, "up")
+        ip("-n", name, "address", "add", "10.231.77.2/24", "dev", far)
+        ip("-n", name, "link", "set", far, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "route", "add", "default", "via", "10.231.77.1")
     except (OSError, subprocess.CalledProcessError):
         let_go()
         pytest.skip("this machine does not allow network namespaces")
-    yield names
+    yield name, "10.231.77.2"
     let_go()
 
 
 @pytest.mark.may_skip("network namespaces need root and iproute2")
 def test_one_address_serves_every_node(
-    ray: Ray, config: Path, tmp_path: Path, networks: dict[str, str]
+    ray: Ray, config: Path, tmp_path: Path, network: tuple[str, str]
 ) -> None:
     """Where each node has a loopback of its own, one port and one address are every node's: a
     rollout that is given it reaches the sidecar beside it.
     """
-    for network, address in networks.items():
-        ray("add_apart", tag=network, network=network, address=address)
-    config.write_text(config.read_text().replace("server.port = 0", "server.port = 8765"))
+    name, address = network
+    ray("add_apart", tag=name, network=name, address=address)
+    (port,) = free_ports(1)
+    config.write_text(config.read_text().replace("server.port = 0", f"server.port = {port}"))
     words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "apart"}
     try:
-        names = ray("start", **words, tags=list(networks), one_port=True)[2:]
+        names = ray("start", **words, tags=["0", name], one_port=True)[2:]
         url = ray("url", run="apart")
-        assert url == f"http://127.0.0.1:8765/{EXECUTE_CAPABILITY}"
-        ask = "import sys; from tests.integrations.test_ray import *; print(asked(sys.argv[1]))"
-        for network in networks:
-            rollout = ["ip", "netns", "exec", network, sys.executable, "-c", ask, url]
+        assert url == f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}"
+        ask = (
+            "import sys; from smartsearch_sidecar.client import Client\n"
+            "print(Client(sys.argv[1]).execute('Aristotle', sys.argv[2]).status)"
+        )
+        rollout = [sys.executable, "-c", ask, url, ENVIRONMENT]
+        for there in ([], ["ip", "netns", "exec", name]):
             ended = subprocess.run(
-                rollout, env=environment(), capture_output=True, text=True, check=True
+                [*there, *rollout], env=environment(), capture_output=True, text=True, check=True
             )
             assert ended.stdout == "200\n"
         healthy, rows, _ = ray("check", run="apart")
@@ -510,8 +498,7 @@ def test_one_address_serves_every_node(
         assert [row["responses"] for row in rows.values()] == [1, 1]
         assert ray("stop", run="apart") == dict.fromkeys(names, 0)
     finally:
-        for network in networks:
-            ray("remove", tag=network)
+        ray("remove", tag=name)
 
 
 def kept(ray: Ray) -> dict[str, bytes]:
