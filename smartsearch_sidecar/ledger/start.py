@@ -8,6 +8,7 @@ claims and records. Apart from the daemon, its one user: the ledger here, the pr
 from __future__ import annotations
 
 import asyncio
+import functools
 import platform
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -179,7 +180,8 @@ def build_claim(
     )
 
 
-def versions() -> dict[str, str]:
+@functools.cache
+def versions() -> Mapping[str, str]:
     """What this process runs on, to explain a difference later."""
     found = {"smartsearch_sidecar": __version__, "python": platform.python_version()}
     for package in _PACKAGES:

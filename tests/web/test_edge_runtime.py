@@ -417,6 +417,7 @@ async def test_hooks_that_aiohttp_no_longer_calls_are_seen(monkeypatch: Patch) -
     )
     for promise, (ours, stock, name) in HOOKS.items():
         with monkeypatch.context() as patched:
+            patched.setattr("smartsearch_sidecar.web.edge.server._checked", False)
             patched.setattr(ours, name, getattr(stock, name))
             if name == "handle_error":
                 patched.setattr(EdgeConnection, "log_exception", lambda self, *args, **kw: None)

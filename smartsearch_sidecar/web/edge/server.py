@@ -16,6 +16,8 @@ from smartsearch_sidecar.web.edge.runtime import check_runtime
 BACKLOG: Final = 4096  # connections; at 1024 half of 2,000 newcomers wait a second for a SYN retry
 DRAIN_LOOK_SECONDS: Final = 0.05  # how often a drain looks for connections that became idle
 
+_checked = False  # whether aiohttp was: what is loaded stays the same for all listeners
+
 
 async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
     """Accept connections on the bound TCP socket; accepted ones inherit its stall bound.
@@ -23,7 +25,10 @@ async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
     Raises:
         NotAvailable: aiohttp or the system lacks what the edge leans on.
     """
-    await check_runtime()
+    global _checked  # noqa: PLW0603 - one fact of the process
+    if not _checked:
+        await check_runtime()
+        _checked = True
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(server.stall_seconds * 1000))
     loop = asyncio.get_running_loop()
     return await loop.create_server(server, sock=sock, backlog=BACKLOG)
