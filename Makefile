@@ -77,8 +77,8 @@ bench: setup ## figures beside those of our peers (a quarter of an hour; BENCH="
 bench-test: setup ## whether the benchmarks still run, and what they write (half a minute)
 	$(BIN)/python -m pytest tests/benchmarks $(PYTEST)
 
-soak: setup ## the long runs (an hour)
-	$(BIN)/python -m pytest -m soak --timeout 7200 $(PYTEST)
+soak: setup ## the long runs, and every property with many examples (more than an hour)
+	$(BIN)/python -m pytest -m 'soak or hypothesis' --hypothesis-profile soak --timeout 7200 $(PYTEST)
 
 readme: setup ## write the documents whose lists and tables the code holds
 	$(BIN)/python config/write_readme.py

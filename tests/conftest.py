@@ -19,8 +19,10 @@ from blockbuster import BlockBuster, BlockBusterFunction
 
 from tests.fakes.pinned_scorer import MISSING
 
-# How long an example takes says more of the machine than of the code.
-hypothesis.settings.register_profile("sidecar", deadline=None)
+# How long an example takes says more of the machine than of the code. `make soak` tries the same
+# properties with many more examples; a test asks for a multiple where they are of many kinds.
+hypothesis.settings.register_profile("sidecar", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("sidecar")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
@@ -69,8 +69,9 @@ def test_every_byte_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(deadline=None)
 @given(data=st.binary(max_size=200))
+@example(data=b"[]")
+@example(data=b"{}")
 def test_any_bytes_are_read_or_refused(name: str, data: bytes) -> None:
     """Nothing a stranger writes under a key is anything but a refusal by name."""
     read_or_refused(name, data)
@@ -85,7 +86,6 @@ JSON = st.recursive(
 OBJECTS = st.dictionaries(st.text(max_size=5), JSON, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
 @given(value=JSON)
 def test_a_value_comes_back_as_itself(value: Any) -> None:
     """Writing and reading are inverse, and the order of keys is of no account."""
@@ -95,8 +95,10 @@ def test_a_value_comes_back_as_itself(value: Any) -> None:
     assert canonical(back) == data
 
 
-@settings(max_examples=60, deadline=None)
 @given(ours=OBJECTS, theirs=OBJECTS)
+@example(ours={"a": "0" * 64}, theirs={"a": "x" * 500})
+@example(ours={"a": [1]}, theirs={"a": {"b": None}})
+@example(ours={"a": 1, "b": True}, theirs={"b": 1})
 def test_nothing_differs_exactly_where_the_bytes_agree(
     ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
@@ -108,7 +110,6 @@ def test_nothing_differs_exactly_where_the_bytes_agree(
     assert (said is None) == (not names)
 
 
-@settings(deadline=None)
 @given(
     counts=st.dictionaries(st.text(max_size=8), st.integers(0, 2**63), max_size=4),
     status=st.sampled_from(RunStatus),
@@ -139,7 +140,6 @@ def test_a_state_comes_back_as_itself(
     assert NodeState.decode(said.encode()) == said
 
 
-@settings(deadline=None)
 @given(digests=st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=40))
 def test_digests_come_back_as_themselves(digests: list[bytes]) -> None:
     """Order and repetitions included."""

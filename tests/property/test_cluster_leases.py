@@ -207,16 +207,14 @@ class Nodes(RuleBasedStateMachine):
 
 TestNodes = Nodes.TestCase
 TestNodes.settings = settings(
-    max_examples=120,
+    max_examples=settings().max_examples,
     stateful_step_count=50,
-    deadline=None,
     # Fifty steps are printed as they are: to shorten them takes longer than a test may.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["lease", "use", "return"]), st.sampled_from("abc"), AMOUNTS),

@@ -102,7 +102,6 @@ def verdicts_into(said: list[RunVerdict]) -> Callable[[Membership, History], Non
     return lambda one, history: said.append(one.verdict(history.now))
 
 
-@settings(deadline=None)
 @given(steps=STEPS)
 def test_equal_histories_give_equal_verdicts(steps: list[tuple[str, object]]) -> None:
     """The machine holds no clock and no chance: fed the same, it says the same, step by step."""
@@ -112,7 +111,6 @@ def test_equal_histories_give_equal_verdicts(steps: list[tuple[str, object]]) ->
     assert said[0] == said[1]
 
 
-@settings(deadline=None)
 @given(steps=STEPS, asked=st.floats(0, 100))
 def test_looking_changes_nothing(steps: list[tuple[str, object]], asked: float) -> None:
     """How often and for when a verdict is asked has no influence on the next."""
@@ -126,7 +124,7 @@ def test_looking_changes_nothing(steps: list[tuple[str, object]], asked: float) 
     assert one.verdict(history.now) == other.verdict(history.now)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(steps=STEPS)
 def test_healthy_is_only_a_run_of_which_all_is_known(steps: list[tuple[str, object]]) -> None:
     """Linked, all joined, all healthy in their last state, each just received or cleanly ended."""
@@ -145,7 +143,7 @@ def test_healthy_is_only_a_run_of_which_all_is_known(steps: list[tuple[str, obje
     play(steps, look)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(steps=STEPS)
 def test_a_failure_is_never_taken_back(steps: list[tuple[str, object]]) -> None:
     """The first cause stays, and a failed verdict always has one."""
@@ -161,7 +159,6 @@ def test_a_failure_is_never_taken_back(steps: list[tuple[str, object]]) -> None:
     play(steps, look)
 
 
-@settings(deadline=None)
 @given(steps=STEPS)
 def test_a_silent_node_is_lost_in_bounded_time(steps: list[tuple[str, object]]) -> None:
     """After any history, linked and listening, a run with a silent node fails within the time."""

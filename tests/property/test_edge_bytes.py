@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, native_body, served
+from tests.parity.wire import asking, message
 from tests.web.rawclient import RawClient
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -134,11 +135,23 @@ async def exchange(request: bytes) -> None:
 
 @pytest.mark.may_block("a run directory is made and removed around each example")
 @settings(
-    max_examples=120,
-    deadline=None,
+    max_examples=2 * settings().max_examples,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(request=requests())
+# A request for each row, which chance may miss.
+@example(request=asking("Ada"))
+@example(request=message(b"{}"))
+@example(request=message(b"{}", headers=("Content-Type: text/plain",)))
+@example(request=message(b"{}", length="+2"))
+@example(request=message(b"x" * 70_000))
+@example(request=message(b"{}", method="PUT"))
+@example(request=message(b"{}", target=f"/{EXECUTE_CAPABILITY}/other"))
+@example(request=message(b"{}", target="/unknown/execute"))
+@example(request=message(b'{"reason":"x"}', target=f"/{INTERNAL_CAPABILITY}/latch"))
+@example(request=message(b"{}", target=f"/{INTERNAL_CAPABILITY}/latch"))
+@example(request=message(b"", method="GET", target=f"/{INTERNAL_CAPABILITY}/health"))
+@example(request=message(b"", method="GET", target="/livez"))
 def test_any_bytes_give_a_row(request: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever arrives, the answer is a row of the table and the run's end fits its latch."""
     caplog.clear()
