@@ -29,7 +29,9 @@ from smartsearch_sidecar.ledger.file import (
     CLAIM,
     ENDPOINTS,
     JOURNAL,
+    LATCH,
     LOCK,
+    ROOM,
     is_locked,
     segment_index,
     segment_name,
@@ -200,13 +202,24 @@ class RunReader:
 
     def live(self) -> bool:
         try:
-            return is_locked(self.directory / LOCK)
+            return is_locked(self.directory) or is_locked(self.directory / LOCK)
         except OSError as exc:
             raise self._unreadable(LOCK, exc) from None
 
     def served(self) -> bool:
         """Whether the run says where it is reached: it is served, or its end was not orderly."""
         return (self.directory / ENDPOINTS).exists()
+
+    def begun(self) -> bool:
+        """Whether the run was ready once: its first record was on the medium by then."""
+        return self.served() or (self.directory / ROOM).exists()
+
+    def latch(self) -> bytes | None:
+        """The bytes of ``latch.json``, or of the room set aside for it where that was needed."""
+        found = self.read(LATCH)
+        if found is None:
+            found = (self.read(ROOM) or b"").strip() or None
+        return found
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a file beside the journal, ``None`` where it does not exist."""

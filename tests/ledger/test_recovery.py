@@ -62,7 +62,7 @@ def test_every_cell_of_the_table(facts: Facts) -> None:
     impossible = (
         facts.body is Body.BROKEN
         or facts.latch_file is LatchFile.DISAGREES
-        or (facts.body is Body.EMPTY and facts.served)
+        or (facts.body is Body.EMPTY and facts.begun)
     )
     if impossible:
         assert verdict.ending is Ending.CORRUPT
@@ -82,7 +82,7 @@ def test_every_cell_of_the_table(facts: Facts) -> None:
 
 def vars_of(facts: Facts) -> list[Any]:
     """The cell's coordinates."""
-    return [facts.body, facts.tail, facts.latch_file, facts.latch_record, facts.served]
+    return [facts.body, facts.tail, facts.latch_file, facts.latch_record, facts.begun]
 
 
 RESTARTS = list(itertools.product((False, True), repeat=4))

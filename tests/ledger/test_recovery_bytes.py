@@ -53,7 +53,7 @@ def read(run: Written, data: bytes) -> Found:
     """Reads bytes as the run's journal."""
     scan = Scan(Held(data), History(run.claim))
     scan.drain()
-    verdict = judge(observe(scan, None, served=False))
+    verdict = judge(observe(scan, None, begun=False))
     kept = data
     if scan.end is not None and verdict.ending is Ending.TORN:
         kept = data[: scan.place.offset + scan.end.keep]

@@ -102,6 +102,7 @@ async def writing(
         seq=0,
         head=claim_digest(CLAIM_BYTES),
         segment_bytes_max=segment_bytes_max,
+        stall_seconds=5.0,
         on_failure=lambda failure: run.failures.append(failure),
         on_batch=lambda records, size, seconds: run.batches.append(len(records)),
         **keys,
