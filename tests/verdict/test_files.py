@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.process.daemon import Daemon
 from tests.fakes.disk import FullDisk
 from tests.fakes.faults import HeldDisk
+from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
 from tests.fakes.served import Served, configured, served
@@ -60,6 +61,15 @@ SEEN_AT_THE_NEXT_BATCH = {name for name in ACTS if name.split()[0] in ("director
 }
 
 
+@pytest.fixture
+async def helper() -> AsyncIterator[FakeHelper]:
+    """One helper for a run and its resumption: its address is part of the claim."""
+    fake = FakeHelper()
+    await fake.start()
+    yield fake
+    await fake.stop()
+
+
 def lost(run: Served) -> bool:
     cause = run.service.run.state.cause
     return cause is not None and cause.cause == "ledger_lost"
@@ -97,15 +107,15 @@ async def test_next_batch_is_not_answered(tmp_path: Path, name: str) -> None:
         assert lost(run)
 
 
-async def test_a_renamed_directory_keeps_its_latch(tmp_path: Path) -> None:
+async def test_a_renamed_directory_keeps_its_latch(tmp_path: Path, helper: FakeHelper) -> None:
     """Renamed back and resumed, the run is still failed: the latch was left where the files are."""
     directory, keys = tmp_path / "run", {"run__on_unclean_restart": "report"}
-    async with rewarded(tmp_path, **keys) as scored:
+    async with rewarded(tmp_path, helper=helper, **keys) as scored:
         directory.rename(tmp_path / "elsewhere")
         assert (await scored.run.execute("after"))[0] != 200
         await scored.run.stop()
     (tmp_path / "elsewhere").rename(directory)
-    async with rewarded(tmp_path, resume=True, **keys) as scored:
+    async with rewarded(tmp_path, helper=helper, resume=True, **keys) as scored:
         assert lost(scored.run)
 
 
@@ -132,10 +142,12 @@ async def test_a_history_that_was_lost_is_no_new_run(tmp_path: Path, what: str) 
 
 
 @pytest.mark.parametrize("on_unclean", ["latch", "report"])
-async def test_a_full_disk_forgets_no_latch(tmp_path: Path, on_unclean: str) -> None:
+async def test_a_full_disk_forgets_no_latch(
+    tmp_path: Path, helper: FakeHelper, on_unclean: str
+) -> None:
     """Neither a byte nor a new file fits when the run fails; after a restart it is failed still."""
     disk, keys = FullDisk(10**9, names=False), {"run__on_unclean_restart": on_unclean}
-    async with rewarded(tmp_path, disk=disk, **keys) as scored:
+    async with rewarded(tmp_path, helper=helper, disk=disk, **keys) as scored:
         run = scored.run
         assert (await run.execute("before"))[0] == 200
         disk.left = 0
@@ -143,7 +155,7 @@ async def test_a_full_disk_forgets_no_latch(tmp_path: Path, on_unclean: str) -> 
         assert run.service.run.state.closed
         await run.stop()
         assert not (run.directory / "latch.json").exists()
-    async with rewarded(tmp_path, resume=True, **keys) as scored:
+    async with rewarded(tmp_path, helper=helper, resume=True, **keys) as scored:
         cause = scored.run.service.run.state.cause
         assert cause is not None
         assert cause.cause == "ledger_failed"
