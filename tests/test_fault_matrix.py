@@ -22,7 +22,8 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.gate import health as health_module
-from smartsearch_sidecar.ledger.file import LATCH, Disk
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import LATCH
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider

@@ -13,7 +13,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 
 
 class FullDisk(Disk):

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from smartsearch_sidecar.ledger.file import OneCallDisk, RunFiles
+from smartsearch_sidecar.ledger.disk import OneCallDisk
+from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.writer import DiskThread
 from tests.fakes.disk import CountingDisk
 

@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.file import (
-    CLAIM,
-    ENDPOINTS,
-    JOURNAL,
-    LATCH,
-    Disk,
-    RunFiles,
-    is_locked,
-)
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, JOURNAL, LATCH, RunFiles, is_locked
 from smartsearch_sidecar.ledger.reader import RunReader, Tail
 from smartsearch_sidecar.ledger.recovery import (
     Body,

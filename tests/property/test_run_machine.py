@@ -44,7 +44,8 @@ from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.gate.checkpoints import CheckpointRequest, take_checkpoint
 from smartsearch_sidecar.gate.health import check
 from smartsearch_sidecar.ledger import start
-from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, Disk, RunFiles
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, RunFiles
 from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
 from smartsearch_sidecar.ledger.recovery import reopen
 from smartsearch_sidecar.ledger.start import begin, take_directory

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,8 @@ async def test_next_batch_is_not_answered(tmp_path: Path, name: str) -> None:
 
 async def test_a_renamed_directory_keeps_its_latch(tmp_path: Path, helper: FakeHelper) -> None:
     """Renamed back and resumed, the run is still failed: the latch was left where the files are."""
-    directory, keys = tmp_path / "run", {"run__on_unclean_restart": "report"}
+    directory = tmp_path / "run"
+    keys: dict[str, Any] = {"run__on_unclean_restart": "report"}
     async with rewarded(tmp_path, helper=helper, **keys) as scored:
         directory.rename(tmp_path / "elsewhere")
         assert (await scored.run.execute("after"))[0] != 200
@@ -146,7 +148,8 @@ async def test_a_full_disk_forgets_no_latch(
     tmp_path: Path, helper: FakeHelper, on_unclean: str
 ) -> None:
     """Neither a byte nor a new file fits when the run fails; after a restart it is failed still."""
-    disk, keys = FullDisk(10**9, names=False), {"run__on_unclean_restart": on_unclean}
+    disk = FullDisk(10**9, names=False)
+    keys: dict[str, Any] = {"run__on_unclean_restart": on_unclean}
     async with rewarded(tmp_path, helper=helper, disk=disk, **keys) as scored:
         run = scored.run
         assert (await run.execute("before"))[0] == 200
@@ -179,7 +182,7 @@ async def test_a_disk_that_stands_still_is_a_failure(tmp_path: Path) -> None:
 async def test_an_answer_recorded_after_its_deadline_is_a_failure(tmp_path: Path) -> None:
     """The search was in time and its record was not: the rollout has left by then."""
     disk = HeldDisk()
-    keys = {"ledger__stall_seconds": 60, "execute__deadline_seconds": 0.2}
+    keys: dict[str, Any] = {"ledger__stall_seconds": 60, "execute__deadline_seconds": 0.2}
     async with served(tmp_path / "run", disk=disk, **keys) as run:
         disk.let_through.clear()
         asked = asyncio.create_task(run.execute("held"))
