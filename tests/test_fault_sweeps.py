@@ -131,6 +131,10 @@ class NthCallFails(Disk):
         self._count(fd)
         super().write(fd, data)
 
+    def overwrite(self, fd: int, data: bytes) -> None:
+        self._count()
+        super().overwrite(fd, data)
+
     def truncate(self, fd: int, size: int) -> None:
         self._count()
         super().truncate(fd, size)

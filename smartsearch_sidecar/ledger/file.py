@@ -14,7 +14,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from smartsearch_sidecar import errors
@@ -237,21 +237,17 @@ class RunFiles:
         Two locks: on the folder, which cannot be unlinked while it holds the journal, and on the
         lock file, for a network filesystem, which locks no folder.
         """
-        directory_flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         for _ in range(LOCK_TRIES):
-            folder = os.open(self.directory, directory_flags)
-            fd = self.disk.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT)
-            try:
+            with ExitStack() as opened:
+                folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                opened.callback(os.close, folder)
+                fd = self.disk.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT)
+                opened.callback(self.disk.close, fd)
+                # A lock file without a name is one that `abandon` has just removed.
                 if _try_lock(folder) and _try_lock(fd) and os.fstat(fd).st_nlink:
-                    # not a lock file that `abandon` has just removed
+                    opened.pop_all()
                     self._directory_fd, self._lock_fd = folder, fd
                     return
-            except OSError:
-                os.close(folder)
-                self.disk.close(fd)
-                raise
-            os.close(folder)
-            self.disk.close(fd)
             time.sleep(LOCK_WAIT_SECONDS)
         raise errors.RUN_DIRECTORY(
             f"run directory {self.directory} is being served by another process: stop it first, or "
@@ -306,6 +302,8 @@ class RunFiles:
         except FileExistsError:
             raise
         except OSError:
+            if os.path.lexists(self.directory / LATCH):
+                self._keep(self.directory / LATCH)
             if self._room_fd is None:
                 raise
             self.disk.overwrite(self._room_fd, data[:ROOM_BYTES])

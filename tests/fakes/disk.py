@@ -53,6 +53,10 @@ class ReadOnlyDisk(Disk):
         self._check(True)
         super().write(fd, data)
 
+    def overwrite(self, fd: int, data: bytes) -> None:
+        self._check(True)
+        super().overwrite(fd, data)
+
     def truncate(self, fd: int, size: int) -> None:
         self._check(True)
         super().truncate(fd, size)
@@ -203,6 +207,10 @@ class CrashingDisk(ForgetfulDisk):
             super().write(fd, data[: self.torn])
             self._die()
         super().write(fd, data)
+
+    def overwrite(self, fd: int, data: bytes) -> None:
+        self._alive()
+        super().overwrite(fd, data)
 
     def truncate(self, fd: int, size: int) -> None:
         self._alive()
