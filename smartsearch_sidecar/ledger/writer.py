@@ -158,6 +158,7 @@ class Writer:
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._batch: list[Posted] = []  # what is under way
+        self.looking = 0  # looks under way, for tests that wait until the thread is at rest
 
     # --- what all other code calls, on the loop ---------------------------------------------------
 
@@ -249,7 +250,11 @@ class Writer:
         if self.failure is not None:
             return
         looked = self._disk_thread.submit(self._files.look)
-        await asyncio.wait({looked}, timeout=self._stall_seconds)
+        self.looking += 1
+        try:
+            await asyncio.wait({looked}, timeout=self._stall_seconds)
+        finally:
+            self.looking -= 1
         if not looked.done():
             looked.cancel()
             why = f"a write did not end within {self._stall_seconds:g} s (ledger.stall_seconds)"
