@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import RunFiles
+from smartsearch_sidecar.ledger.reader import ReadBack
 from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, encode_line
 from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
@@ -157,6 +158,14 @@ class Writer:
         self._disk_thread = DiskThread()
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._read_back = ReadBack(
+            files.directory,
+            segment=max(1, files.segment),
+            offset=files.segment_bytes,
+            seq=seq,
+            head=head,
+        )
         self._batch: list[Posted] = []  # what is under way
         self.looking = 0  # looks under way, for tests that wait until the thread is at rest
 
@@ -263,6 +272,22 @@ class Writer:
         elif (exc := looked.exception()) is not None:
             self._fail(_failure(exc))
         self._wake_up()
+
+    async def read_back(self) -> int:
+        """Reads from the medium what was written since the last time; returns how many bytes.
+
+        Beside the writer's thread: it takes as long as ``ledger verify`` for as much. The run has
+        failed where anything else lies there.
+        """
+        async with self._reading:
+            if self.failure is not None or not self.seq:
+                return 0
+            try:
+                return await asyncio.to_thread(self._read_back.to, self.seq, self.head)
+            except (errors.SidecarError, OSError) as exc:
+                self._fail(_failure(exc))
+                self._wake_up()
+                return 0
 
     async def _look_often(self) -> None:
         while self.failure is None:

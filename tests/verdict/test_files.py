@@ -98,6 +98,53 @@ async def test_run_looks_by_itself(tmp_path: Path, name: str) -> None:
         await until(lambda: lost(run))
 
 
+def flip(path: Path, at: int) -> None:
+    """One byte is another, and size and file are the same."""
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1]))
+
+
+async def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
+    """Bytes that were overwritten in place are found before a checkpoint covers them."""
+    async with served(tmp_path / "run") as run:
+        assert (await run.execute("one"))[0] == 200
+        status, first = await run.internal("POST", "/checkpoints", {"step": 1})
+        assert status == 201
+        assert 0 < first["read_back_bytes"] < segment(run.directory).stat().st_size
+        size = segment(run.directory).stat().st_size
+        assert (await run.execute("two"))[0] == 200
+        flip(segment(run.directory), size + 200)
+        status, _ = await run.internal("POST", "/checkpoints", {"step": 2})
+        assert status == 503
+        assert lost(run)
+        assert b"two" not in run.service.run.state.cause.detail.encode()
+
+
+async def test_segments_are_read_back_each_once(tmp_path: Path) -> None:
+    """Over many segments each checkpoint reads what came since the one before, and no more."""
+    provider = FakeProvider()
+    provider.answer = lambda query: [{"id": "1", "contents": "x" * 400_000}]
+    keys: dict[str, Any] = {"ledger__segment_mib": 1}
+    async with served(tmp_path / "run", provider=provider, **keys) as run:
+        read = 0
+        for step in range(4):
+            for number in range(2):
+                assert (await run.execute(f"{step} {number}"))[0] == 200
+            status, receipt = await run.internal("POST", "/checkpoints", {"step": step})
+            assert status == 201
+            read += receipt["read_back_bytes"]
+        written = [path.stat().st_size for path in (run.directory / "journal").iterdir()]
+        assert len(written) > 2
+        assert sum(written) - 5_000 < read < sum(written)
+    async with served(tmp_path / "run", provider=provider, resume=True, **keys) as run:
+        status, receipt = await run.internal("POST", "/checkpoints", {"step": 9})
+        assert status == 201
+        assert 0 < receipt["read_back_bytes"] < 5_000
+
+
 @pytest.mark.parametrize("name", sorted(SEEN_AT_THE_NEXT_BATCH))
 async def test_next_batch_is_not_answered(tmp_path: Path, name: str) -> None:
     """A search after it gets no answer, and nothing more is written."""
