@@ -35,8 +35,8 @@ class Held(RunReader):
     def segments(self) -> tuple[Segment, ...]:
         return (Segment(1, len(self.data)),)
 
-    def chunks(self, segment: Segment) -> Iterator[bytes]:
-        for at in range(0, segment.size, 1000):
+    def chunks(self, segment: Segment, offset: int = 0) -> Iterator[bytes]:
+        for at in range(offset, segment.size, 1000):
             yield self.data[at : at + 1000]
 
 

@@ -78,9 +78,9 @@ class Held(RunReader):
     def segments(self) -> tuple[Segment, ...]:
         return tuple(Segment(index, len(part)) for index, part in enumerate(self.parts, 1))
 
-    def chunks(self, segment: Segment) -> Iterator[bytes]:
+    def chunks(self, segment: Segment, offset: int = 0) -> Iterator[bytes]:
         data = self.parts[segment.index - 1]
-        for at in range(0, len(data), 97):
+        for at in range(offset, len(data), 97):
             yield data[at : at + 97]
 
 

@@ -25,7 +25,7 @@ from tests.fakes.rewarded import rewarded
 from tests.fakes.served import Served, configured, served
 from tests.fakes.until import until
 
-Act = Callable[[Path], None]
+Act = Callable[[Path], object]
 
 
 def segment(run: Path) -> Path:
@@ -45,7 +45,7 @@ def cut(path: Path, to: int) -> None:
 
 ACTS: dict[str, Act] = {
     "directory removed": shutil.rmtree,
-    "directory renamed": lambda run: run.rename(run.with_name("elsewhere")) and None,
+    "directory renamed": lambda run: run.rename(run.with_name("elsewhere")),
     "journal removed": lambda run: shutil.rmtree(run / "journal"),
     "segment unlinked": lambda run: segment(run).unlink(),
     "segment replaced": lambda run: replaced(segment(run)),
@@ -55,7 +55,7 @@ ACTS: dict[str, Act] = {
     "claim changed": lambda run: (run / "claim.json").write_bytes(b"{}"),
     "claim replaced": lambda run: replaced(run / "claim.json"),
     "lock removed": lambda run: (run / "lock").unlink(),
-    "latch written by another": lambda run: (run / "latch.json").write_bytes(b"{}") and None,
+    "latch written by another": lambda run: (run / "latch.json").write_bytes(b"{}"),
 }
 SEEN_AT_THE_NEXT_BATCH = {name for name in ACTS if name.split()[0] in ("directory", "segment")} | {
     "journal removed"
@@ -120,7 +120,6 @@ async def test_a_checkpoint_reads_back_what_was_written(tmp_path: Path) -> None:
         status, _ = await run.internal("POST", "/checkpoints", {"step": 2})
         assert status == 503
         assert lost(run)
-        assert b"two" not in run.service.run.state.cause.detail.encode()
 
 
 async def test_segments_are_read_back_each_once(tmp_path: Path) -> None:
