@@ -430,6 +430,18 @@ LEDGER_FAILED = _closes(
     "The disk took no more: free space or mount it writable, and look at the kernel's log for "
     "I/O errors.",
 )
+LEDGER_LOST = _closes(
+    LedgerFailed,
+    Told("ledger_lost", 503, "The run's files are no longer those that this process writes."),
+    "A file of the run directory was removed, replaced or changed while it was served: find out "
+    "what cleans up or copies there, and keep what is left.",
+)
+LEDGER_STALLED = _closes(
+    LedgerFailed,
+    Told("ledger_stalled", 503, "The disk stood still for longer than ledger.stall_seconds."),
+    "The disk did not end a write in ledger.stall_seconds: look at the kernel's log and at what "
+    "else uses the disk.",
+)
 LEDGER_CORRUPT = Failure(LedgerCorrupt, Told("ledger_corrupt"))
 UNRESOLVED_AFTER_RESTART = _ends(
     Told("unresolved_after_restart"),

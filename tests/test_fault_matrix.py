@@ -22,7 +22,9 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.gate import health as health_module
-from smartsearch_sidecar.ledger.file import LATCH, Disk
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import LATCH
+from smartsearch_sidecar.ledger.reader import RunReader
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.retrieval.flashrag.provider import FlashragProvider
@@ -228,12 +230,8 @@ ROOMY = 10**9
 LEDGER_FAILED: dict[str, Any] = {"answered": (503, "ledger_failed"), "cause": "ledger_failed"}
 # What was decided counts, although the disk took none of it: the run is over either way.
 UNTAKEN: dict[str, Any] = {**LEDGER_FAILED, "attempts": 1, "responses": 1}
-LATCH_UNTAKEN: dict[str, Any] = {
-    "answered": (503, "ledger_failed"),
-    "cause": "operator",
-    "restarts_as": "operator",
-    "refused": {"ledger_failed": 1},
-}
+# The room that was set aside takes what no new file can.
+LATCH_UNTAKEN: dict[str, Any] = {"answered": (200, None), "cause": "operator", "refused": {}}
 MEGABYTE = [{"id": "1", "contents": "x" * 1_100_000}]
 
 # fmt: off
@@ -243,13 +241,13 @@ LEDGER: list[Fault] = [
     Fault("disk full within a record", do.filling(700), **UNTAKEN, disk=lambda: FullDisk(ROOMY),
           restarts_as="ledger_failed", torn=True),
     Fault("disk full, no names left", do.filling(0), **UNTAKEN,
-          disk=lambda: FullDisk(ROOMY, names=False), restarts_as="unclean_restart"),
+          disk=lambda: FullDisk(ROOMY, names=False), restarts_as="ledger_failed"),
     Fault("read-only", do.turn_read_only, **UNTAKEN, disk=ReadOnlyDisk,
           restarts_as="unclean_restart"),
-    Fault("failed sync", asking("q"), **UNTAKEN, disk=lambda: FailingSync(3),
+    Fault("failed sync", asking("q"), **UNTAKEN, disk=lambda: FailingSync(4),
           restarts_as="ledger_failed"),
     Fault("failed sync of a declined query", asking(""), **LEDGER_FAILED,
-          disk=lambda: FailingSync(3), restarts_as="ledger_failed"),
+          disk=lambda: FailingSync(4), restarts_as="ledger_failed"),
     Fault("failed rotation", asking("a", "b"), **LEDGER_FAILED, attempts=2, responses=2,
           keys={"ledger__segment_mib": 1}, provider=answering(MEGABYTE),
           disk=disk_failing("open", "000002"), restarts_as="ledger_failed"),
@@ -311,7 +309,7 @@ def check_files(directory: Path, fault: Fault) -> None:
     assert found.problem is None or (fault.torn and found.ending is Ending.TORN)
     if fault.restarts_as is None:
         assert found.state.closed_cleanly
-        assert (directory / LATCH).exists() == (fault.cause is not None)
+        assert (RunReader(directory).latch() is not None) == (fault.cause is not None)
     for path in directory.rglob("*"):
         if path.is_file():
             data = path.read_bytes()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
 from tests.crash.harness import expected_cause
@@ -138,6 +138,10 @@ class NthCallFails(Disk):
     def write(self, fd: int, data: bytes) -> None:
         self._count(fd)
         super().write(fd, data)
+
+    def overwrite(self, fd: int, data: bytes) -> None:
+        self._count()
+        super().overwrite(fd, data)
 
     def truncate(self, fd: int, size: int) -> None:
         self._count()

@@ -42,6 +42,7 @@ WHY = "Apart from"
 # Who may open files, and which. Everyone else is handed bytes.
 OPENS_FILES: dict[str, str] = {
     "smartsearch_sidecar/ledger/file.py": "the files of a run",
+    "smartsearch_sidecar/ledger/disk.py": "how its bytes reach the medium",
     "smartsearch_sidecar/ledger/reader.py": "the files of a run, to read them only",
     "smartsearch_sidecar/ledger/export.py": "the exported copy, never the run",
     "smartsearch_sidecar/config": "the configuration and the capabilities' files",

@@ -229,6 +229,8 @@ class LedgerSection(Section):
 
     segment_mib: int = whole(256, 1, 4096, "MiB")
     """A journal file of this size is followed by another."""
+    stall_seconds: int = whole(10, 1, 600, "seconds")
+    """A write that the disk has not ended after this time has failed, and the run with it."""
     sync: bool = True
     """Syncs before it answers. Off only for measurements: a power cut then loses answers."""
 

@@ -71,6 +71,10 @@ async def take_checkpoint(
         status = await check(service, settle_seconds)
     else:
         status, about["cluster"], nodes = await cluster_run.verdict(service, settle_seconds)
+    read_back = 0
+    if status == "healthy":
+        read_back = await service.run.writer.read_back()
+        status = await check(service, settle_seconds)
     # Nothing is awaited between the check and the record: what was checked is what is recorded.
     if status != "healthy":
         number = state.checkpoints_refused + 1
@@ -84,6 +88,7 @@ async def take_checkpoint(
         occurrence=state.checkpoint_steps[wanted.step] + 1,
         usage=state.usage(),
         nodes=nodes,
+        read_back_bytes=read_back,
     )
     kept = await recorder.post_for_receipt(accepted)
     head = {"format": RECEIPT_FORMAT, "accepted": True, "number": accepted.number}

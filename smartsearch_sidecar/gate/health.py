@@ -35,6 +35,8 @@ async def check(service: Service, seconds: float) -> str:
         left = end - now()
         await asyncio.sleep(min(_POLL_SECONDS, left))
     if not state.closed and not pending(service):
+        await service.run.writer.look()
+    if not state.closed and not pending(service):
         try:
             async with asyncio.timeout(IDENTITY_SECONDS):
                 await service.retrieval.guard.check_identity()

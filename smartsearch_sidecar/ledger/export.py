@@ -27,7 +27,8 @@ from typing import Any, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import TOP_N
-from smartsearch_sidecar.ledger.file import DIRECTORY_MODE, FILE_MODE
+from smartsearch_sidecar.ledger.disk import FILE_MODE
+from smartsearch_sidecar.ledger.file import DIRECTORY_MODE
 from smartsearch_sidecar.ledger.reader import Progress
 from smartsearch_sidecar.ledger.recorded_queries import RecordedRun
 from smartsearch_sidecar.ledger.recovery import read_object

@@ -1,8 +1,7 @@
 """The files of one run, written: lock, create-only files, append, sync. Blocking.
 
 This module and ``reader.py`` are the only ones that open a file of a run. They know names and
-modes, not what a record means. ``Disk`` holds the few primitives that a fault can strike, so that a
-test can fail, forget or crash in any of them.
+modes, not what a record means.
 """
 
 from __future__ import annotations
@@ -15,23 +14,27 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.ledger.disk import Disk, OneCallDisk
 
 DIRECTORY_MODE = 0o700
-FILE_MODE = 0o600
 
 CLAIM = "claim.json"
 LATCH = "latch.json"
 ENDPOINTS = "endpoints.json"
 LOCK = "lock"
+ROOM = "latch.room"
 JOURNAL = "journal"
+
+_LOOKED_AT = (LOCK, CLAIM, LATCH)
 
 _SEGMENT = re.compile(r"[0-9]{6,12}\.jsonl", re.ASCII)
 _OURS = re.compile(
-    r"claim\.json|latch\.json|\.?endpoints\.json(?:\.new)?|lock|journal|torn-[0-9-]+\.bin", re.ASCII
+    r"claim\.json|latch\.json|latch\.room|\.?endpoints\.json(?:\.new)?|lock|journal|torn-[0-9-]+\.bin",
+    re.ASCII,
 )
 
 
@@ -53,9 +56,13 @@ def is_ours(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
+ROOM_BYTES = 4096
+"""Set aside on the medium for the latch: one block, so that it can be written in place."""
+
+
 def is_locked(path: Path) -> bool:
-    """Whether another open file holds the lock; a missing file is free. Looks with a shared lock: a
-    process that takes the lock at the same moment waits for it.
+    """Whether another open file holds the lock on a file or folder; a missing one is free. Looks
+    with a shared lock: a process that takes the lock at the same moment waits for it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -95,74 +102,35 @@ def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
         )
 
 
-class Disk:
-    """The primitives under a run directory."""
-
-    def point(self, name: str) -> None:
-        """Called with a name right before or after an effect, for the crash tests: does nothing."""
-
-    def open(self, path: Path, flags: int) -> int:
-        """``os.open`` with our mode and close-on-exec; never follows a link."""
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-
-    def write(self, fd: int, data: bytes) -> None:
-        """Writes all of ``data``; a short write is continued, an error is the caller's."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-
-    def write_synced(self, fd: int, data: bytes) -> None:
-        """Appends all of ``data``, durably. Only where the file has no earlier unsynced bytes."""
-        self.write(fd, data)
-        self.point("write:after")
-        self.point("sync:before")
-        self.sync(fd)
-
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
-    def sync(self, fd: int) -> None:
-        """Data, and the metadata needed to read it, to the medium."""
-        os.fdatasync(fd)
-
-    def sync_directory(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-
-class OneCallDisk(Disk):
-    """Writes and syncs in one system call, where kernel and filesystem have it.
-
-    A thread that leaves the interpreter once a batch instead of twice hinders the loop half as
-    often. Where the call is refused (before anything is written), two calls do the same.
-    """
-
-    def __init__(self) -> None:
-        self._one_call = hasattr(os, "RWF_DSYNC")
-
-    def write_synced(self, fd: int, data: bytes) -> None:
-        view = memoryview(data)
-        while self._one_call and view:
-            try:
-                # A file that was opened to append ignores the offset.
-                view = view[os.pwritev(fd, (view,), 0, os.RWF_DSYNC) :]
-            except OSError as exc:
-                if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                    raise
-                self._one_call = False
-        if view:
-            super().write_synced(fd, bytes(view))
-
-
 # A process that only looks whether a run is served holds the lock for microseconds.
 LOCK_TRIES = 3
 LOCK_WAIT_SECONDS = 0.02
+
+
+def _try_lock(fd: int) -> bool:
+    """Whether the lock was taken; a folder of a network filesystem counts as locked."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as exc:
+        if exc.errno in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP) and _is_directory(fd):
+            return True
+        if exc.errno != errno.EACCES:
+            raise
+        return False
+    return True
+
+
+def _is_directory(fd: int) -> bool:
+    return stat.S_ISDIR(os.fstat(fd).st_mode)
+
+
+_Identity = tuple[int, int, int]
+
+
+def _identity(found: os.stat_result) -> _Identity:
+    return found.st_dev, found.st_ino, 0 if stat.S_ISDIR(found.st_mode) else found.st_size
 
 
 class RunFiles:
@@ -175,8 +143,12 @@ class RunFiles:
         self.directory = directory
         self.disk = disk or OneCallDisk()
         self._sync = sync
+        self._directory_fd: int | None = None
         self._lock_fd: int | None = None
+        self._room_fd: int | None = None
         self._journal_fd: int | None = None
+        # What must stand under each name beside the current segment: device, inode, size.
+        self._kept: dict[Path, _Identity] = {}
         self._unsynced = False  # something of the journal was written and not synced
         self.segment = 0
         self.segment_bytes = 0
@@ -198,6 +170,7 @@ class RunFiles:
             self._make_journal()
             for place in missing:
                 self._sync_directory(place.parent)
+            self._keep_all()
         except OSError as exc:
             self.abandon()
             raise self._not_made(exc) from None
@@ -244,28 +217,37 @@ class RunFiles:
                     check_owned(self.directory / name, wanted)
                 for segment in (self.directory / JOURNAL).iterdir():
                     check_owned(segment, stat.S_ISREG)
+                self._keep_all()
         except BaseException:
             self.close()
             raise
+
+    def _keep_all(self) -> None:
+        """Folders, lock, claim and latch, as far as they are there."""
+        for path in (self.directory, *(self.directory / name for name in (JOURNAL, *_LOOKED_AT))):
+            if path.exists():
+                self._keep(path)
 
     def _make_journal(self) -> None:
         (self.directory / JOURNAL).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
     def lock(self) -> None:
-        """Takes the run's lock, held until ``close`` or the process's end."""
-        path = self.directory / LOCK
+        """Takes the run's lock, held until ``close`` or the process's end.
+
+        Two locks: on the folder, which cannot be unlinked while it holds the journal, and on the
+        lock file, for a network filesystem, which locks no folder.
+        """
         for _ in range(LOCK_TRIES):
-            fd = self.disk.open(path, os.O_RDWR | os.O_CREAT)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(fd).st_nlink:  # not one that `abandon` has just removed
-                    self._lock_fd = fd
+            with ExitStack() as opened:
+                folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                opened.callback(os.close, folder)
+                fd = self.disk.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT)
+                opened.callback(self.disk.close, fd)
+                # A lock file without a name is one that `abandon` has just removed.
+                if _try_lock(folder) and _try_lock(fd) and os.fstat(fd).st_nlink:
+                    opened.pop_all()
+                    self._directory_fd, self._lock_fd = folder, fd
                     return
-            except OSError as exc:
-                if exc.errno not in (errno.EAGAIN, errno.EACCES):
-                    self.disk.close(fd)
-                    raise
-            self.disk.close(fd)
             time.sleep(LOCK_WAIT_SECONDS)
         raise errors.RUN_DIRECTORY(
             f"run directory {self.directory} is being served by another process: stop it first, or "
@@ -296,7 +278,35 @@ class RunFiles:
         finally:
             self.disk.close(fd)
         self._sync_directory(self.directory)
+        if name in (CLAIM, LATCH):
+            self._keep(self.directory / name)
         self.disk.point(f"{name}:after")
+
+    def set_room_aside(self) -> None:
+        """Makes room on the medium for the latch, once, and keeps it open.
+
+        It is also the mark of a run that has begun: a directory that has it and no journal has lost
+        its history.
+        """
+        path = self.directory / ROOM
+        if not path.exists():
+            self.create_only(ROOM, b" " * ROOM_BYTES)
+        self._room_fd = self.disk.open(path, os.O_WRONLY)
+
+    def leave_latch(self, data: bytes) -> None:
+        """Writes ``latch.json``, or in place into the room set aside for it where no new file can
+        be made. Raises ``FileExistsError`` where the latch is there: the first one wins.
+        """
+        try:
+            self.create_only(LATCH, data)
+        except FileExistsError:
+            raise
+        except OSError:
+            if os.path.lexists(self.directory / LATCH):
+                self._keep(self.directory / LATCH)
+            if self._room_fd is None:
+                raise
+            self.disk.overwrite(self._room_fd, data[:ROOM_BYTES])
 
     def replace(self, name: str, data: bytes) -> None:
         """A file that may be rewritten whole (``endpoints.json``): written beside, then renamed."""
@@ -313,6 +323,7 @@ class RunFiles:
 
     def remove(self, name: str) -> None:
         (self.directory / name).unlink(missing_ok=True)
+        self._kept.pop(self.directory / name, None)
         self.disk.point(f"{name}:removed")
 
     def set_aside(self, segment: int, offset: int, data: bytes) -> Path:
@@ -337,13 +348,14 @@ class RunFiles:
         if self._journal_fd is not None:
             if self._sync:
                 self.disk.sync(self._journal_fd)
+            self._kept[self._segment_path] = self._current
             self.disk.close(self._journal_fd)
             self._journal_fd, self._unsynced = None, False
         self.disk.point("rotate:before")
         path = self.directory / JOURNAL / segment_name(index)
         self._journal_fd = self.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
         self._sync_directory(path.parent)
-        self.segment, self.segment_bytes = index, 0
+        self._begin_at(index, 0)
         self.disk.point("rotate:after")
 
     def continue_segment(self, index: int, size: int, *, keep: int, newline: bool) -> None:
@@ -367,7 +379,23 @@ class RunFiles:
         if self._sync:
             self.disk.sync(fd)
         self._sync_directory(path.parent)
-        self.segment, self.segment_bytes = index, keep + newline
+        self._begin_at(index, keep + newline)
+        for before in sorted(path.parent.iterdir()):
+            if before != path:
+                self._keep(before)
+
+    def _begin_at(self, index: int, size: int) -> None:
+        """Where the next line goes, and what names that file."""
+        if self._journal_fd is None:
+            raise errors.INTERNAL_ERROR("the journal is not open")
+        self.segment, self.segment_bytes = index, size
+        self._segment_path = self.directory / JOURNAL / segment_name(index)
+        found = os.fstat(self._journal_fd)
+        self._segment_inode = found.st_dev, found.st_ino
+
+    @property
+    def _current(self) -> _Identity:
+        return *self._segment_inode, self.segment_bytes
 
     def append(self, data: bytes, *, sync: bool) -> None:
         """Appends whole lines; with ``sync`` they are on the medium when this returns."""
@@ -375,6 +403,7 @@ class RunFiles:
         if fd is None:
             raise errors.INTERNAL_ERROR("the journal is not open")
         sync = sync and self._sync
+        self._look_at(self._segment_path, self._current)
         self.disk.point("write:before")
         if sync and not self._unsynced:
             self.disk.write_synced(fd, data)
@@ -389,13 +418,46 @@ class RunFiles:
         if sync:
             self.disk.point("sync:after")
 
+    # --- whether it is still there ----------------------------------------------------------------
+
+    def _keep(self, path: Path) -> None:
+        """From now on ``path`` has to stay what it is."""
+        self._kept[path] = _identity(os.lstat(path))
+
+    def look(self) -> None:
+        """Raises ``LEDGER_LOST`` unless each file of the run stands under its name, as large as
+        this process left it. A file that was removed or replaced goes on taking what is written.
+        """
+        for path, identity in self._kept.items():
+            self._look_at(path, identity)
+        if self._journal_fd is not None:
+            self._look_at(self._segment_path, self._current)
+        latch = self.directory / LATCH
+        if latch not in self._kept and os.path.lexists(latch):
+            raise errors.LEDGER_LOST(f"{LATCH} is there, and another program made it")
+
+    def _look_at(self, path: Path, identity: _Identity) -> None:
+        name = path.relative_to(self.directory.parent)
+        try:
+            found = _identity(os.lstat(path))
+        except OSError as exc:
+            raise errors.LEDGER_LOST(f"{name} is not there: {exc.strerror or exc}") from None
+        if found[:2] != identity[:2]:
+            raise errors.LEDGER_LOST(f"{name} was replaced by another")
+        if found[2] != identity[2]:
+            raise errors.LEDGER_LOST(
+                f"{name} has {found[2]:,} bytes, and this process left {identity[2]:,}"
+            )
+
     def _sync_directory(self, path: Path) -> None:
         if self._sync:
             self.disk.sync_directory(path)
 
     def close(self) -> None:
         """Closes the journal and gives the lock back."""
-        for fd in (self._journal_fd, self._lock_fd):
+        for fd in (self._journal_fd, self._room_fd, self._lock_fd):
             if fd is not None:
                 self.disk.close(fd)
-        self._journal_fd = self._lock_fd = None
+        if self._directory_fd is not None:
+            os.close(self._directory_fd)
+        self._journal_fd = self._room_fd = self._lock_fd = self._directory_fd = None

@@ -29,7 +29,9 @@ from smartsearch_sidecar.ledger.file import (
     CLAIM,
     ENDPOINTS,
     JOURNAL,
+    LATCH,
     LOCK,
+    ROOM,
     is_locked,
     segment_index,
     segment_name,
@@ -200,13 +202,24 @@ class RunReader:
 
     def live(self) -> bool:
         try:
-            return is_locked(self.directory / LOCK)
+            return is_locked(self.directory) or is_locked(self.directory / LOCK)
         except OSError as exc:
             raise self._unreadable(LOCK, exc) from None
 
     def served(self) -> bool:
         """Whether the run says where it is reached: it is served, or its end was not orderly."""
         return (self.directory / ENDPOINTS).exists()
+
+    def begun(self) -> bool:
+        """Whether the run was ready once: its first record was on the medium by then."""
+        return self.served() or (self.directory / ROOM).exists()
+
+    def latch(self) -> bytes | None:
+        """The bytes of ``latch.json``, or of the room set aside for it where that was needed."""
+        found = self.read(LATCH)
+        if found is None:
+            found = (self.read(ROOM) or b"").strip() or None
+        return found
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a file beside the journal, ``None`` where it does not exist."""
@@ -238,15 +251,16 @@ class RunReader:
             raise self._unreadable(JOURNAL, exc) from None
         return tuple(found)
 
-    def chunks(self, segment: Segment) -> Iterator[bytes]:
-        """The bytes of a segment, no more than its size, in chunks."""
+    def chunks(self, segment: Segment, offset: int = 0) -> Iterator[bytes]:
+        """The bytes of a segment from ``offset`` on, no more than its size, in chunks."""
         try:
             fd = self._open(self.directory / JOURNAL / segment.name)
         except OSError as exc:
             raise self._unreadable(f"{JOURNAL}/{segment.name}", exc) from None
         with os.fdopen(fd, "rb", buffering=0) as stream:
-            left = segment.size
-            while left:
+            stream.seek(offset)
+            left = segment.size - offset
+            while left > 0:
                 chunk = stream.read(min(CHUNK_BYTES, left))
                 if not chunk:
                     return
@@ -263,6 +277,62 @@ class RunReader:
     def _unreadable(self, name: str, exc: OSError) -> errors.UsageError:
         return errors.RUN_DIRECTORY(
             f"{self.directory / name} cannot be read: {exc.strerror or exc}"
+        )
+
+
+class ReadBack:
+    """What was written is read again from the medium, from where the last reading ended.
+
+    Every line has to end in its sum and to chain to the one before, so the last sum covers each
+    byte that was read. Blocking; one caller at a time.
+    """
+
+    def __init__(self, directory: Path, *, segment: int, offset: int, seq: int, head: str) -> None:
+        """``seq`` and ``head`` are those of the record that ends at ``offset`` of ``segment``."""
+        self._reader = RunReader(directory)
+        self._segment, self._offset = segment, offset
+        self.seq, self.head = seq, head
+
+    def to(self, seq: int, head: str) -> int:
+        """Reads up to the record ``seq``, whose sum is ``head``; returns the bytes read.
+
+        Raises ``LEDGER_LOST`` where the medium holds anything else.
+        """
+        read = 0
+        for segment in self._reader.segments():
+            if segment.index < self._segment:
+                continue
+            if segment.index > self._segment:
+                self._segment, self._offset = segment.index, 0
+            for raw in self._lines(segment):
+                if self.seq == seq:
+                    break
+                try:
+                    line = decode_line(raw, documents=False)
+                except errors.LedgerCorrupt as exc:
+                    raise self._lost(exc.message) from None
+                if (line.seq, line.prev) != (self.seq + 1, self.head):
+                    raise self._lost("the line does not chain to the one before it")
+                self.seq, self.head = line.seq, line.sum
+                self._offset += len(raw)
+                read += len(raw)
+        if (self.seq, self.head) != (seq, head):
+            raise self._lost(f"it ends at record {self.seq}, and {seq} was written last")
+        return read
+
+    def _lines(self, segment: Segment) -> Iterator[bytes]:
+        parts: list[bytes] = []
+        for chunk in self._reader.chunks(segment, self._offset):
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                yield b"".join((*parts, line, b"\n"))
+                parts = []
+            parts.append(rest)
+
+    def _lost(self, why: str) -> errors.LedgerFailed:
+        place = f"{JOURNAL}/{segment_name(self._segment)} byte {self._offset:,}"
+        return errors.LEDGER_LOST(
+            f"the journal was read back and is not what was written: {place}: {why}"
         )
 
 

@@ -12,7 +12,7 @@ import orjson
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules, parse_execute
-from smartsearch_sidecar.ledger.file import CLAIM, LATCH
+from smartsearch_sidecar.ledger.file import CLAIM
 from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan
 from smartsearch_sidecar.run.record import Asked, ClientQuery
 
@@ -28,7 +28,7 @@ class RecordedRun:
         claim = reader.read(CLAIM)
         if claim is None:
             raise errors.LEDGER_CORRUPT(f"{directory} has no claim.json")
-        self.latch = reader.read(LATCH)
+        self.latch = reader.latch()
         self.scan = Scan(reader, History(claim, documents=True), progress=progress)
         try:
             self.claim: dict[str, Any] = orjson.loads(claim)

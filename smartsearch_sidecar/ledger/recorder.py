@@ -94,7 +94,7 @@ class Recorder:
     def ledger_failed(self, failure: errors.LedgerFailed) -> None:
         """Called once by the writer: from now on the run refuses every request."""
         if not self._state.closed:
-            cause = Cause("ledger_failed", None, attempt_consumed=False, detail=failure.message)
+            cause = Cause(failure.closes_as, None, attempt_consumed=False, detail=failure.message)
             self._state.fold(LatchClosed(cause))
         self.latched.set()
 
@@ -119,8 +119,9 @@ class Recorder:
         receipt = self._latch_receipt
         if receipt is not None and not receipt.done():
             await asyncio.shield(receipt)
-        if self._writer.failure is not None:
-            raise errors.LEDGER_FAILED(self._writer.failure.message)
+        failure = self._writer.failure
+        if failure is not None:
+            raise failure.failure(failure.message)
 
 
 class SharedQuota(Protocol):

@@ -60,15 +60,15 @@ class LatchFile(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was observed. ``served`` is an ``endpoints.json`` that no end has removed: it is written
-    after the first record is on the medium.
+    """What was observed. ``begun``: there is an ``endpoints.json`` that no end has removed, or the
+    room for the latch. Both are written after the first record is on the medium.
     """
 
     body: Body
     tail: Tail
     latch_file: LatchFile
     latch_record: bool
-    served: bool
+    begun: bool
 
 
 # --- the table ------------------------------------------------------------------------------------
@@ -107,8 +107,8 @@ def judge(facts: Facts) -> Verdict:
                 "latch.json says what no record of the journal says: the journal's end is missing, "
                 "or one of the two was changed"
             )
-        case Facts(body=Body.EMPTY, served=True):
-            reason = "the run was served (endpoints.json), and its journal holds no record"
+        case Facts(body=Body.EMPTY, begun=True):
+            reason = "the run had begun, and its journal holds no record: its history is lost"
         case Facts(tail=Tail.TORN):
             ending = Ending.TORN
         case _:
@@ -282,8 +282,8 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
     claim = reader.read(CLAIM)
     history = History(claim)
     scan = Scan(reader, history, progress=progress).drain()
-    latch = reader.read(LATCH)
-    verdict = judge(observe(scan, latch, served=reader.served()))
+    latch = reader.latch()
+    verdict = judge(observe(scan, latch, begun=reader.begun()))
     if verdict.ending is Ending.CORRUPT:
         why = scan.problem if scan.problem is not None else verdict.reason
         raise errors.LEDGER_CORRUPT(
@@ -325,14 +325,14 @@ def require_same_claim(directory: Path, old: bytes, new: bytes) -> None:
         )
 
 
-def observe(scan: Scan, latch: bytes | None, *, served: bool) -> Facts:
+def observe(scan: Scan, latch: bytes | None, *, begun: bool) -> Facts:
     """The facts of a journal that was read to its end, or to its first problem."""
     history = scan.history
     if scan.problem is not None or scan.end is None:
         body, tail = Body.BROKEN, Tail.CLEAN
     else:
         body, tail = Body.SOUND if history.seq else Body.EMPTY, scan.end.tail
-    return Facts(body, tail, _observe_latch(latch, history), history.latch is not None, served)
+    return Facts(body, tail, _observe_latch(latch, history), history.latch is not None, begun)
 
 
 def _mend(files: RunFiles, scan: Scan) -> tuple[int, Path | None]:

@@ -118,6 +118,7 @@ async def begin(
         seq=0 if old is None else old.seq,
         head=claim_digest(claim) if old is None else old.head,
         segment_bytes_max=config.ledger.segment_mib * MIB,
+        stall_seconds=config.ledger.stall_seconds,
         on_failure=lambda failure: recorder.ledger_failed(failure),
         on_batch=heard.batch,
     )
@@ -127,10 +128,14 @@ async def begin(
     try:
         first = claimed(config, claim) if old is None else old.resumed()
         await recorder.post_for_receipt(first)
+        # Behind the first record: who finds the room and no record knows that a history is lost.
+        await writer.in_turn(files.set_room_aside)
         if found is not None:
             await _close_if_broken(recorder, found, config)
-    except BaseException:
+    except BaseException as exc:
         await writer.close()  # before the caller lets go of the files
+        if isinstance(exc, OSError):
+            raise _unwritable(files, exc) from None
         raise
     return Run(state, recorder, writer, quota, heard)
 

@@ -197,8 +197,8 @@ def verify(
     reader = RunReader(directory)
     # In this order: a latch.json that is there has its record in what is read after it.
     live = reader.live()
-    served = reader.served()
-    latch = reader.read(LATCH)
+    served, begun = reader.served(), reader.begun()
+    latch = reader.latch()
     claim = reader.read(CLAIM)
     history = History(claim, documents=documents)
     scan = Scan(reader, history, progress=progress)
@@ -216,7 +216,7 @@ def verify(
         if line.seq == asked:
             at_receipt = line
             healthy = history.state.settled and not history.state.closed
-    verdict = judge(observe(scan, latch, served=served))
+    verdict = judge(observe(scan, latch, begun=begun))
     refused = None if receipt is None else _hold(receipt, at_receipt, history, healthy=healthy)
     return Verification(
         directory=directory,

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.file import LATCH, RunFiles
+from smartsearch_sidecar.ledger.file import RunFiles
+from smartsearch_sidecar.ledger.reader import ReadBack
 from smartsearch_sidecar.run.json_values import encode_json
 from smartsearch_sidecar.run.line import Draft, encode_line
 from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
@@ -83,6 +84,7 @@ UNAWAITED_SECONDS = 0.001
 # on an idle loop), and after 32 turns in all.
 QUIET_TURNS = 4
 GATHERING_TURNS_MAX = 32
+LOOK_SECONDS = 1.0
 # Admission bounds the queue far below; reaching this is a bug.
 QUEUE_RECORDS_MAX = 65_536
 
@@ -104,6 +106,13 @@ def latch_file(*, seq: int, at: str, total: str, cause: Cause) -> bytes:
     return encode_json({"seq": seq, "at": at, "sum": total, **cause.to_data()}) + b"\n"
 
 
+def _failure(exc: BaseException) -> errors.LedgerFailed:
+    if isinstance(exc, errors.LedgerFailed):
+        return exc
+    reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
+    return errors.LEDGER_FAILED(f"the ledger cannot be written: {reason}")
+
+
 OnBatch = Callable[[Sequence[Record], int, float], None]
 """Called with each batch once it is on the medium: its records, bytes, seconds."""
 
@@ -121,17 +130,20 @@ class Writer:
         seq: int,
         head: str,
         segment_bytes_max: int,
+        stall_seconds: float,
         on_failure: Callable[[errors.LedgerFailed], None],
         on_batch: OnBatch | None = None,
         clock: Callable[[], str] = wall_clock,
     ) -> None:
         """``seq`` and ``head`` are those of the last record that is on disk (0 and the claim's
-        digest for a new run), and stay so: they follow each batch. ``on_batch`` must not raise.
+        digest for a new run), and stay so: they follow each batch. A disk that has not ended a
+        write after ``stall_seconds`` has failed. ``on_batch`` must not raise.
         """
         self._files = files
         self.seq = seq
         self.head = head
         self._segment_bytes_max = segment_bytes_max
+        self._stall_seconds = stall_seconds
         self._on_failure = on_failure
         self._on_batch = on_batch
         self._wanted = 0  # queued records whose receipt is awaited
@@ -145,12 +157,25 @@ class Writer:
         self.failure: errors.LedgerFailed | None = None
         self._disk_thread = DiskThread()
         self._task: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._reading = asyncio.Lock()
+        self._read_back = ReadBack(
+            files.directory,
+            segment=max(1, files.segment),
+            offset=files.segment_bytes,
+            seq=seq,
+            head=head,
+        )
+        self._batch: list[Posted] = []  # what is under way
+        self.looking = 0  # looks under way, for tests that wait until the thread is at rest
 
     # --- what all other code calls, on the loop ---------------------------------------------------
 
     def start(self) -> None:
         """Starts the task; drafts posted before wait in the queue."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="ledger-writer")
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(self._run(), name="ledger-writer")
+        self._watch = loop.create_task(self._look_often(), name="ledger-watch")
 
     @property
     def queued(self) -> int:
@@ -169,7 +194,7 @@ class Writer:
 
     def _put(self, item: Draft, future: asyncio.Future[Receipt] | None) -> None:
         if self.failure is not None:
-            raise errors.LEDGER_FAILED(self.failure.message)
+            raise self.failure.failure(self.failure.message)
         if self._closing:
             raise errors.LEDGER_FAILED("the ledger is closed and takes no more records")
         if len(self._queue) >= QUEUE_RECORDS_MAX:
@@ -215,6 +240,8 @@ class Writer:
     async def close(self) -> None:
         """Writes what is queued, stops the task, and frees the thread. The files stay open."""
         self._closing = True
+        if self._watch is not None:
+            self._watch.cancel()
         self._wake_up()
         if self._task is not None:
             # A cancelled close must not cancel the task, and its failure has reached `on_failure`.
@@ -223,17 +250,63 @@ class Writer:
                 self._task.exception()  # read here: otherwise it is logged at collection
         await asyncio.to_thread(self._disk_thread.stop)  # joins the thread: not for the loop to do
 
+    # --- whether files and disk are still there ---------------------------------------------------
+
+    async def look(self) -> None:
+        """Looks at the run's files in the writer's turn; the run has failed where they are gone or
+        changed, or where the disk does not come to it in time.
+        """
+        if self.failure is not None:
+            return
+        looked = self._disk_thread.submit(self._files.look)
+        self.looking += 1
+        try:
+            await asyncio.wait({looked}, timeout=self._stall_seconds)
+        finally:
+            self.looking -= 1
+        if not looked.done():
+            looked.cancel()
+            why = f"a write did not end within {self._stall_seconds:g} s (ledger.stall_seconds)"
+            # The batch under way may still reach the medium: what asked for it waits no longer.
+            self._fail(errors.LEDGER_STALLED(why), self._batch)
+        elif (exc := looked.exception()) is not None:
+            self._fail(_failure(exc))
+        self._wake_up()
+
+    async def read_back(self) -> int:
+        """Reads from the medium what was written since the last time; returns how many bytes.
+
+        Beside the writer's thread: it takes as long as ``ledger verify`` for as much. The run has
+        failed where anything else lies there.
+        """
+        async with self._reading:
+            if self.failure is not None or not self.seq:
+                return 0
+            try:
+                return await asyncio.to_thread(self._read_back.to, self.seq, self.head)
+            except (errors.SidecarError, OSError) as exc:
+                self._fail(_failure(exc))
+                self._wake_up()
+                return 0
+
+    async def _look_often(self) -> None:
+        while self.failure is None:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    def in_turn(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Has ``work`` done between two batches, where the disk may block."""
+        return self._disk_thread.submit(work)
+
     # --- the task ---------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        batch: list[Posted] = []
         try:
-            await self._drain(loop, batch)
+            await self._drain(loop, self._batch)
         except BaseException as exc:
             # The writer has stopped, so every receipt has to fail now: it cannot come any more.
-            reason = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
-            self._fail(errors.LEDGER_FAILED(f"the ledger cannot be written: {reason}"), batch)
+            self._fail(_failure(exc), self._batch)
             if not isinstance(exc, Exception):
                 self._disk_thread.submit(self._leave_latch)
                 raise
@@ -309,7 +382,7 @@ class Writer:
         files.append(blob, sync=sync)
         if latch is not None:
             with contextlib.suppress(FileExistsError):  # an earlier cause: the first one wins
-                files.create_only(LATCH, latch)
+                files.leave_latch(latch)
 
     def _fail(self, failure: errors.LedgerFailed, batch: Sequence[Posted] = ()) -> None:
         """Fails every receipt at once, and then the run."""
@@ -317,7 +390,7 @@ class Writer:
         self.failure = self.failure or failure
         for _, future in (*batch, *self._queue):
             if future is not None and not future.done():
-                future.set_exception(errors.LEDGER_FAILED(failure.message))
+                future.set_exception(failure.failure(failure.message))
                 future.exception()  # an abandoned receipt must not warn at collection
         self._queue.clear()
         if first:
@@ -326,9 +399,10 @@ class Writer:
     def _leave_latch(self) -> None:
         """One try to leave the cause beside the journal, which is not touched again."""
         detail = "" if self.failure is None else self.failure.message
-        cause = Cause("ledger_failed", None, attempt_consumed=False, detail=detail)
+        word = errors.LEDGER_FAILED.closes_as if self.failure is None else self.failure.closes_as
+        cause = Cause(word, None, attempt_consumed=False, detail=detail)
         # The file exists: an earlier cause, and the first one wins. The disk refuses the write: the
         # process refuses all requests without it, and exits 4.
         with contextlib.suppress(OSError):
             value = {"at": self._clock(), **cause.to_data()}
-            self._files.create_only(LATCH, encode_json(value) + b"\n")
+            self._files.leave_latch(encode_json(value) + b"\n")

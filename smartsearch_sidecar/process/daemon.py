@@ -29,7 +29,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
-from smartsearch_sidecar.ledger.file import ENDPOINTS, Disk, RunFiles
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory

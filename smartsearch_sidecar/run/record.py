@@ -380,7 +380,10 @@ class LatchClosed(Record, kind="latch.closed"):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointAccepted(Record, kind="checkpoint.accepted"):
-    """The ``occurrence`` of this ``step``; ``nodes`` has each node's journal if there are many."""
+    """The ``occurrence`` of this ``step``; ``nodes`` has each node's journal if there are many.
+
+    ``read_back_bytes`` of the journal were read from the medium for it: all since the last one.
+    """
 
     number: int
     step: int
@@ -389,6 +392,7 @@ class CheckpointAccepted(Record, kind="checkpoint.accepted"):
     occurrence: int
     usage: Mapping[str, Any]
     nodes: Mapping[str, Any] | None = None
+    read_back_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

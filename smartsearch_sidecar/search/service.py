@@ -172,6 +172,8 @@ class Service:
             finally:
                 self.slots.give()
             self._state.refuse_closed()
+            if asyncio.get_running_loop().time() > deadline:
+                raise errors.DEADLINE_PASSED("the answer was recorded after the deadline")
             return answer
         except errors.SidecarError as exc:
             await self._recorder.latch_for(exc)

@@ -22,7 +22,8 @@ from typing import Any
 import uvloop
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.file import JOURNAL, Disk
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import JOURNAL
 from smartsearch_sidecar.process.daemon import Daemon
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import configured

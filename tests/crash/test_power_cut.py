@@ -156,7 +156,7 @@ async def test_power_cut_in_rotation_and_latch(tmp_path: Path, seed: int) -> Non
 
     def wanted(name: str) -> bool:
         counted[name] += 1
-        return name.startswith("latch") or (name.startswith("rotate") and counted[name] == 2)
+        return name.startswith("latch.json") or (name.startswith("rotate") and counted[name] == 2)
 
     disk = ImagingDisk(tmp_path / "machine", wanted, told, seeded(seed))
     disk.base.mkdir()

@@ -13,7 +13,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 
 
 class FullDisk(Disk):
@@ -52,6 +52,10 @@ class ReadOnlyDisk(Disk):
     def write(self, fd: int, data: bytes) -> None:
         self._check(True)
         super().write(fd, data)
+
+    def overwrite(self, fd: int, data: bytes) -> None:
+        self._check(True)
+        super().overwrite(fd, data)
 
     def truncate(self, fd: int, size: int) -> None:
         self._check(True)
@@ -203,6 +207,10 @@ class CrashingDisk(ForgetfulDisk):
             super().write(fd, data[: self.torn])
             self._die()
         super().write(fd, data)
+
+    def overwrite(self, fd: int, data: bytes) -> None:
+        self._alive()
+        super().overwrite(fd, data)
 
     def truncate(self, fd: int, size: int) -> None:
         self._alive()

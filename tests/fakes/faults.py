@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 from tests.fakes.disk import FullDisk, ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import EXECUTE_CAPABILITY, Served, native_body

@@ -15,7 +15,7 @@ import aiohttp
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.config import Config, load
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.process.daemon import Daemon
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.search.service import Service

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from smartsearch_sidecar.ledger.file import OneCallDisk, RunFiles
+from smartsearch_sidecar.ledger.disk import OneCallDisk
+from smartsearch_sidecar.ledger.file import RunFiles
 from smartsearch_sidecar.ledger.writer import DiskThread
 from tests.fakes.disk import CountingDisk
 
@@ -115,7 +116,12 @@ def test_what_was_not_synced_is_with_what_follows(tmp_path: Path) -> None:
     files.create()
     files.start_segment(1)
     disk.calls.clear()
-    disk.write_synced = lambda fd, data: disk.calls.update(["one call"])  # type: ignore[method-assign]
+
+    def one_call(fd: int, data: bytes) -> None:
+        disk.calls["one call"] += 1
+        os.write(fd, data)
+
+    disk.write_synced = one_call  # type: ignore[method-assign]
     files.append(b"a\n", sync=True)
     files.append(b"b\n", sync=False)
     files.append(b"c\n", sync=True)

@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.file import (
-    CLAIM,
-    ENDPOINTS,
-    JOURNAL,
-    LATCH,
-    Disk,
-    RunFiles,
-    is_locked,
-)
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, JOURNAL, LATCH, RunFiles, is_locked
 from smartsearch_sidecar.ledger.reader import RunReader, Tail
 from smartsearch_sidecar.ledger.recovery import (
     Body,
@@ -62,7 +55,7 @@ def test_every_cell_of_the_table(facts: Facts) -> None:
     impossible = (
         facts.body is Body.BROKEN
         or facts.latch_file is LatchFile.DISAGREES
-        or (facts.body is Body.EMPTY and facts.served)
+        or (facts.body is Body.EMPTY and facts.begun)
     )
     if impossible:
         assert verdict.ending is Ending.CORRUPT
@@ -82,7 +75,7 @@ def test_every_cell_of_the_table(facts: Facts) -> None:
 
 def vars_of(facts: Facts) -> list[Any]:
     """The cell's coordinates."""
-    return [facts.body, facts.tail, facts.latch_file, facts.latch_record, facts.served]
+    return [facts.body, facts.tail, facts.latch_file, facts.latch_record, facts.begun]
 
 
 RESTARTS = list(itertools.product((False, True), repeat=4))

@@ -35,8 +35,8 @@ class Held(RunReader):
     def segments(self) -> tuple[Segment, ...]:
         return (Segment(1, len(self.data)),)
 
-    def chunks(self, segment: Segment) -> Iterator[bytes]:
-        for at in range(0, segment.size, 1000):
+    def chunks(self, segment: Segment, offset: int = 0) -> Iterator[bytes]:
+        for at in range(offset, segment.size, 1000):
             yield self.data[at : at + 1000]
 
 
@@ -53,7 +53,7 @@ def read(run: Written, data: bytes) -> Found:
     """Reads bytes as the run's journal."""
     scan = Scan(Held(data), History(run.claim))
     scan.drain()
-    verdict = judge(observe(scan, None, served=False))
+    verdict = judge(observe(scan, None, begun=False))
     kept = data
     if scan.end is not None and verdict.ending is Ending.TORN:
         kept = data[: scan.place.offset + scan.end.keep]

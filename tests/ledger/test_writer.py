@@ -16,7 +16,8 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger import writer as writer_module
-from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, Disk, RunFiles
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, RunFiles
 from smartsearch_sidecar.ledger.writer import Receipt, Writer
 from smartsearch_sidecar.run.line import Draft, claim_digest, decode_line, draft
 from smartsearch_sidecar.run.record import Cause, DeliveryLost, LatchClosed
@@ -102,6 +103,7 @@ async def writing(
         seq=0,
         head=claim_digest(CLAIM_BYTES),
         segment_bytes_max=segment_bytes_max,
+        stall_seconds=5.0,
         on_failure=lambda failure: run.failures.append(failure),
         on_batch=lambda records, size, seconds: run.batches.append(len(records)),
         **keys,

@@ -78,9 +78,9 @@ class Held(RunReader):
     def segments(self) -> tuple[Segment, ...]:
         return tuple(Segment(index, len(part)) for index, part in enumerate(self.parts, 1))
 
-    def chunks(self, segment: Segment) -> Iterator[bytes]:
+    def chunks(self, segment: Segment, offset: int = 0) -> Iterator[bytes]:
         data = self.parts[segment.index - 1]
-        for at in range(0, len(data), 97):
+        for at in range(offset, len(data), 97):
             yield data[at : at + 97]
 
 
@@ -257,7 +257,7 @@ class Lived(RuleBasedStateMachine):
         whole = b"".join(self.journal.lines)
         data = whole[: max(len(self.journal.lines[0]), len(whole) - lost)]
         scan = read_back([data + bytes(nuls)])
-        verdict = judge(observe(scan, None, served=False))
+        verdict = judge(observe(scan, None, begun=False))
         assert verdict.ending is not Ending.CORRUPT
         seq = scan.history.seq
         torn = nuls or not (data.endswith(b"\n") or scan.end is None or scan.end.newline)
@@ -333,7 +333,7 @@ def test_any_bytes_are_refused_or_torn(parts: list[bytes], first: bool) -> None:
     if first:
         parts = [journal.lines[0] + b"".join(parts[:1]), *parts[1:]]
     scan = read_back(parts)
-    verdict = judge(observe(scan, None, served=False))
+    verdict = judge(observe(scan, None, begun=False))
     assert scan.history.seq <= 1
     if verdict.ending is Ending.CLEAN:
         assert b"".join(parts) in (b"", journal.lines[0])

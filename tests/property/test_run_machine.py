@@ -44,7 +44,8 @@ from smartsearch_sidecar.contract.execute import ExecuteRules
 from smartsearch_sidecar.gate.checkpoints import CheckpointRequest, take_checkpoint
 from smartsearch_sidecar.gate.health import check
 from smartsearch_sidecar.ledger import start
-from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, Disk, RunFiles
+from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, RunFiles
 from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
 from smartsearch_sidecar.ledger.recovery import reopen
 from smartsearch_sidecar.ledger.start import begin, take_directory
@@ -259,7 +260,7 @@ class RunMachine(RuleBasedStateMachine):
     def _thread_at_work(self) -> bool:
         writer = self.service.run.writer
         ending = writer.failure is not None and writer._task is not None and not writer._task.done()
-        return (writer._busy or ending) and not self.disk.blocked
+        return (writer._busy or writer.looking > 0 or ending) and not self.disk.blocked
 
     def do(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts it, settles, and returns its task, done or not."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import (
     EXECUTE_CAPABILITY,

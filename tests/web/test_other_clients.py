@@ -17,7 +17,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.other_clients import QUERIES_MAX, Form, Query, Searches
-from smartsearch_sidecar.ledger.file import Disk
+from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.search.service import AHEAD_RECORDS, AT_ONCE, search_many
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import EXECUTE_CAPABILITY, Served, read_records, served
