@@ -29,22 +29,28 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 ROOT = Path(__file__).resolve().parent.parent
 
 # Workers take whole files in this order: one that begins late and lasts long is waited for at the
-# end. Longest first, then everything else as it is collected.
+# end. Longest first, those that mostly wait beside those that compute; then everything else as it
+# is collected.
 LONG_FIRST = (
     "tests/integrations/test_ray.py",
-    "tests/cluster/test_faults.py",
-    "tests/config/test_deployment.py",
-    "tests/parity/test_sequences.py",
-    "tests/retrieval/test_flashrag_process.py",
     "tests/cluster/test_nats.py",
     "tests/web/test_page.py",
-    "tests/web/test_edge_hostile.py",
-    "tests/retrieval/test_bm25.py",
-    "tests/commands/test_check.py",
-    "tests/retrieval/test_index_build.py",
-    "tests/ledger/test_resume.py",
-    "tests/commands/test_rehearse.py",
+    "tests/test_fault_matrix.py",
+    "tests/cluster/test_faults.py",
+    "tests/parity/test_sequences.py",
+    "tests/config/test_deployment.py",
     "tests/cluster/test_membership_wired.py",
+    "tests/commands/test_rehearse.py",
+    "tests/crash/test_named_points.py",
+    "tests/retrieval/test_flashrag_process.py",
+    "tests/web/test_edge_hostile.py",
+    "tests/scoring/test_service.py",
+    "tests/web/test_other_clients.py",
+    "tests/retrieval/test_index_build.py",
+    "tests/retrieval/test_bm25.py",
+    "tests/property/test_run_machine.py",
+    "tests/test_soak.py",
+    "tests/reward/test_helper.py",
 )
 
 # Cases by the hundred, generated or swept: their time goes to `make test` and not to `make quick`.
