@@ -23,6 +23,7 @@ from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.reader import Progress
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recorder import Recorder, Run, SharedQuota
 from smartsearch_sidecar.ledger.recovery import Reopened, reopen, require_same_claim
 from smartsearch_sidecar.ledger.verify import describe_previous
@@ -39,19 +40,29 @@ Join = Callable[[bytes, bool], Awaitable[None]]
 
 
 def take_directory(
-    files: RunFiles, *, resume: bool, progress: Progress | None = None
+    files: RunFiles,
+    *,
+    resume: bool,
+    receipt: CheckpointReceipt | None = None,
+    progress: Progress | None = None,
 ) -> Reopened | None:
     """Makes the directory, or reads the run in it; returns what was found there. Blocking.
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
-    command. Raises ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
+    command; ``receipt`` is one that the run resumed has to have given. Raises
+    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged or not the receipt's.
     """
     if not resume or not files.directory.exists():
+        if receipt is not None:
+            raise errors.RUN_DIRECTORY(
+                f"the receipt is of a run, and there is no {files.directory} to resume: its "
+                "history is lost; name its directory, or begin a new run without the receipt"
+            )
         files.create()
         return None
     files.resume()
     try:
-        found = reopen(files, progress=progress)
+        found = reopen(files, receipt=receipt, progress=progress)
         files.remove(ENDPOINTS)  # a killed process left it, and its port may be another program's
         return found
     except BaseException as exc:
@@ -103,6 +114,7 @@ async def begin(
     if found is not None and found.claim:
         require_same_claim(files.directory, found.claim, claim)
         claim = found.claim
+    files.lock_run(claim_digest(claim))
     if join is not None:
         await join(claim, fresh)
     if fresh:

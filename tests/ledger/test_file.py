@@ -16,12 +16,11 @@ from smartsearch_sidecar.ledger.file import (
     ENDPOINTS,
     JOURNAL,
     LATCH,
-    LOCK,
     RunFiles,
-    is_locked,
     segment_index,
     segment_name,
 )
+from smartsearch_sidecar.ledger.lock import LOCK, is_locked
 from tests.fakes.disk import CountingDisk, CrashingDisk, ForgetfulDisk, FullDisk, ReadOnlyDisk
 from tests.fakes.journals import contents
 from tests.fakes.raised import raises
