@@ -170,10 +170,11 @@ def restart_cause(
 
 # --- the same claim -------------------------------------------------------------------------------
 
-# What differs from one start to the next without making another run of it.
+# What differs from one start to the next without making another run of it. The run before is
+# described once, by the start that claims: `config.run.previous` is compared, and names it.
 _MAY_DIFFER: Final = frozenset(
     {
-        *("run_id", "created_at", "versions", "config_sha256"),
+        *("run_id", "created_at", "versions", "config_sha256", "previous"),
         *("config.run.directory", "config.server.port"),
     }
 )
@@ -290,9 +291,9 @@ def reopen(
     history = History(claim)
     scan = Scan(reader, history, progress=progress)
     held = None if receipt is None else ReceiptCheck(receipt, history)
-    for line in scan:
+    for each in scan:
         if held is not None:
-            held.see(line)
+            held.see(each)
     latch = reader.latch()
     verdict = judge(observe(scan, latch, begun=reader.begun()))
     if verdict.ending is Ending.CORRUPT:

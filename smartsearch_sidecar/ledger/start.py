@@ -103,17 +103,12 @@ async def begin(
 
     ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, or
     no end, closes the latch here, before anything can be asked. ``join`` comes before anything is
-    written. Raises ``RunDirectoryError`` where the directory was claimed for something else,
-    ``LedgerFailed`` where nothing can be recorded, and what ``join`` raises.
+    written. Raises ``RunDirectoryError`` where the directory was claimed for something else, or its
+    run is served from another one, ``LedgerFailed`` where nothing can be recorded, and what
+    ``join`` raises.
     """
-    previous = None
     fresh = found is None or not found.claim
-    if config.run.previous is not None and fresh:
-        previous = await asyncio.to_thread(describe_previous, config.run.previous)
-    claim = build_claim(config, claim_facts, previous)
-    if found is not None and found.claim:
-        require_same_claim(files.directory, found.claim, claim)
-        claim = found.claim
+    claim = await _claim_of(files, config, found, claim_facts)
     files.lock_run(claim_digest(claim))
     if join is not None:
         await join(claim, fresh)
@@ -150,6 +145,19 @@ async def begin(
             raise _unwritable(files, exc) from None
         raise
     return Run(state, recorder, writer, quota, heard)
+
+
+async def _claim_of(
+    files: RunFiles, config: Config, found: Reopened | None, facts: Mapping[str, Any]
+) -> bytes:
+    """The claim of the run that goes on, or a new one, which is not written yet."""
+    if found is not None and found.claim:
+        require_same_claim(files.directory, found.claim, build_claim(config, facts))
+        return found.claim
+    previous = None
+    if config.run.previous is not None:
+        previous = await asyncio.to_thread(describe_previous, config.run.previous)
+    return build_claim(config, facts, previous)
 
 
 async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:

@@ -44,9 +44,9 @@ class Verification:
     """What a verification came to. ``problem`` is ``None`` where everything holds.
 
     ``live`` says that the run is being served; then the last line may be incomplete, and ``ending``
-    says so. ``torn_bytes`` are at the end of the journal without being a record. ``cause`` is why the
-    latch is closed, also where only ``latch.json`` says so. ``notes`` are sentences on what a crash
-    left behind without harming the history.
+    says so. ``torn_bytes`` are at the end of the journal without being a record. ``cause`` closed
+    the latch, also where only ``latch.json`` says so. ``notes`` are sentences on what a crash left
+    behind without harming the history.
     """
 
     directory: Path

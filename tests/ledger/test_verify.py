@@ -326,7 +326,7 @@ def test_receipt_of_another_record_is_refused(run: Written) -> None:
 
 def other(place: dict[str, Any]) -> bytes:
     """All that a receipt holds, but for where its record lies."""
-    kind, number, data = checkpoint(2)
+    _, number, data = checkpoint(2)
     return json.dumps({"format": 1, "accepted": True, "number": number, **data, **place}).encode()
 
 

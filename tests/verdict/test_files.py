@@ -180,9 +180,7 @@ async def test_a_second_process_is_refused_without_the_lock_file(tmp_path: Path)
 @pytest.mark.parametrize(
     ("what", "room"), [("journal", True), ("journal", False), ("journal/000001.jsonl", True)]
 )
-async def test_a_history_that_was_lost_is_no_new_run(
-    tmp_path: Path, what: str, room: bool
-) -> None:
+async def test_a_history_that_was_lost_is_no_new_run(tmp_path: Path, what: str, room: bool) -> None:
     """After a clean stop the journal is removed: the directory says that a history existed. Of an
     older version's run, which set no room aside, the claim says it where the folder is gone.
     """

@@ -281,8 +281,10 @@ def plainly(run: Path) -> Plain:
         if end != total.encode() + b'"}':
             break
         line = json.loads(body + SUM + end)
-        if tuple(line) != KEYS or (line["seq"], line["prev"]) != (found.seq + 1, found.head):
+        shape = tuple(line) == KEYS and type(line["kind"]) is str and type(line["data"]) is dict
+        if not shape or (line["seq"], line["prev"]) != (found.seq + 1, found.head):
             break
+        line["data"].pop("documents", None)  # the sum covers them, and no state holds them
         try:
             found.state.fold(record_of(line["kind"], line["number"], line["data"]))
         except errors.LedgerCorrupt:
@@ -342,7 +344,7 @@ def hold_verification(original: Original, run: Path, receipt: bytes, *, what: st
 
 
 def hold_resume(original: Original, run: Path, *, what: str) -> None:
-    """Without a receipt: refused, or exactly the records that are whole, and as failed as it was."""
+    """Without a receipt: refused, or the records that are whole, and as failed as it was."""
     plain = plainly(run) if (run / CLAIM).exists() else None
     files = RunFiles(run)
     try:
