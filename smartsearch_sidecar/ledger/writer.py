@@ -170,7 +170,7 @@ class Writer:
             head=head,
         )
         self._batch: list[Posted] = []  # what is under way
-        self.looking = 0  # looks under way, for tests that wait until the thread is at rest
+        self.looking = 0  # looks and readings under way: tests wait until the threads are at rest
 
     # --- what all other code calls, on the loop ---------------------------------------------------
 
@@ -285,12 +285,15 @@ class Writer:
         async with self._reading:
             if self.failure is not None or not self.seq:
                 return 0
+            self.looking += 1
             try:
                 return await asyncio.to_thread(self._read_back.to, self.seq, self.head)
             except (errors.SidecarError, OSError) as exc:
                 self._fail(_failure(exc))
                 self._wake_up()
                 return 0
+            finally:
+                self.looking -= 1
 
     async def _look_often(self) -> None:
         while self.failure is None:
