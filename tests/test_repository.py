@@ -42,6 +42,8 @@ WHY = "Apart from"
 # Who may open files, and which. Everyone else is handed bytes.
 OPENS_FILES: dict[str, str] = {
     "smartsearch_sidecar/ledger/file.py": "the files of a run",
+    "smartsearch_sidecar/ledger/lock.py": "the locks of a run",
+    "smartsearch_sidecar/ledger/receipt.py": "a receipt that a trainer has kept",
     "smartsearch_sidecar/ledger/disk.py": "how its bytes reach the medium",
     "smartsearch_sidecar/ledger/reader.py": "the files of a run, to read them only",
     "smartsearch_sidecar/ledger/export.py": "the exported copy, never the run",

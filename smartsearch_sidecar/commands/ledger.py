@@ -28,9 +28,10 @@ from smartsearch_sidecar.ledger.describe import Filter, Shown, Tone, json_line, 
 from smartsearch_sidecar.ledger.export import export_reference
 from smartsearch_sidecar.ledger.file import CLAIM
 from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.replay import Outcome, Replayed
 from smartsearch_sidecar.ledger.replay import replay as replay_run
-from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification
+from smartsearch_sidecar.ledger.verify import Verification
 from smartsearch_sidecar.ledger.verify import verify as verify_run
 
 app = typer.Typer(
@@ -82,10 +83,7 @@ def verify(
     The receipt of a run of many nodes holds where every node's directory is given with it.
     A run that is being served may be verified; only then may its last line be incomplete.
     """
-    try:
-        given = None if receipt is None else CheckpointReceipt.parse(receipt.read_bytes())
-    except OSError as exc:
-        raise errors.USAGE(f"receipt {receipt} cannot be read: {exc.strerror or exc}") from None
+    given = None if receipt is None else CheckpointReceipt.load(receipt)
     all_found = []
     for run in runs:
         with verification("verifying the ledger") as progress:
@@ -137,7 +135,7 @@ def _report(found: Verification, receipt: CheckpointReceipt | None) -> Iterator[
         f"{usage['retrieval_failed']:,} failed, {len(state.searching):,} unsettled, "
         f"{usage['retrieval_declined']:,} queries declined",
     )
-    cause = state.cause
+    cause = found.cause
     if cause is not None:
         yield _row("latch", printable(f"closed: {cause.cause}: {cause.detail}", 500), "red")
     else:

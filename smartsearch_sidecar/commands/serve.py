@@ -40,15 +40,23 @@ def serve(
     resume: Annotated[
         bool, Option("--resume", help="Continue the run of an existing directory, or start it.")
     ] = False,
+    receipt: Annotated[
+        Path | None,
+        Option(help="With --resume: a receipt that this very run has given, the last one kept."),
+    ] = None,
     port: Annotated[int | None, Option(min=0, max=65535, help="0 takes any free port.")] = None,
 ) -> None:
     """Serve a run. Writes endpoints.json into the run directory when ready; SIGTERM drains.
 
     Exit codes: 0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
     """
+    from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
     from smartsearch_sidecar.process import daemon
 
     loaded = load(config, overrides={"run.directory": run_dir, "server.port": port})
+    if receipt is not None and not resume:
+        raise errors.USAGE("--receipt is of a run that goes on: give --resume with it")
+    given = None if receipt is None else CheckpointReceipt.load(receipt)
     served: list[Service] = []
 
     def ready(endpoints: Endpoints, service: Service) -> None:
@@ -59,7 +67,9 @@ def serve(
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
     with verification() as progress:
-        code = daemon.serve_until_stopped(loaded, resume=resume, progress=progress, on_ready=ready)
+        code = daemon.serve_until_stopped(
+            loaded, resume=resume, receipt=given, progress=progress, on_ready=ready
+        )
     if served and served[0].run.state.closed:
         _print_failed(served[0].run.state.cause)
     raise typer.Exit(code)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.gate.health import check, counts
-from smartsearch_sidecar.ledger.verify import RECEIPT_FORMAT
+from smartsearch_sidecar.ledger.receipt import RECEIPT_FORMAT
 from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
 from smartsearch_sidecar.search.service import Service

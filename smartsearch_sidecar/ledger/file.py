@@ -1,35 +1,33 @@
-"""The files of one run, written: lock, create-only files, append, sync. Blocking.
+"""The files of one run, written: create-only files, append, sync. Blocking.
 
-This module and ``reader.py`` are the only ones that open a file of a run. They know names and
-modes, not what a record means.
+This module, ``lock.py`` and ``reader.py`` are the only ones that open a file of a run. They know
+names and modes, not what a record means.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import Disk, OneCallDisk
+from smartsearch_sidecar.ledger.lock import LOCK, RunLock, is_locked
 
 DIRECTORY_MODE = 0o700
 
 CLAIM = "claim.json"
 LATCH = "latch.json"
 ENDPOINTS = "endpoints.json"
-LOCK = "lock"
 ROOM = "latch.room"
 JOURNAL = "journal"
 
-_LOOKED_AT = (LOCK, CLAIM, LATCH)
+_LOOKED_AT = (LOCK, CLAIM, LATCH, ROOM)
 
 _SEGMENT = re.compile(r"[0-9]{6,12}\.jsonl", re.ASCII)
 _OURS = re.compile(
@@ -58,23 +56,14 @@ def is_ours(name: str) -> bool:
 
 ROOM_BYTES = 4096
 """Set aside on the medium for the latch: one block, so that it can be written in place."""
+BLANK = b" "
 
 
-def is_locked(path: Path) -> bool:
-    """Whether another open file holds the lock on a file or folder; a missing one is free. Looks
-    with a shared lock: a process that takes the lock at the same moment waits for it.
+def unblanked(room: bytes) -> bytes:
+    """What was left in the room for the latch; empty where nothing was. NUL bytes are what a power
+    cut leaves of a file whose length came before its bytes.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    return room.strip(BLANK + b"\0\n")
 
 
 @contextmanager
@@ -102,30 +91,6 @@ def check_owned(path: Path, wanted: Callable[[int], bool]) -> None:
         )
 
 
-# A process that only looks whether a run is served holds the lock for microseconds.
-LOCK_TRIES = 3
-LOCK_WAIT_SECONDS = 0.02
-
-
-def _try_lock(fd: int) -> bool:
-    """Whether the lock was taken; a folder of a network filesystem counts as locked."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as exc:
-        if exc.errno in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP) and _is_directory(fd):
-            return True
-        if exc.errno != errno.EACCES:
-            raise
-        return False
-    return True
-
-
-def _is_directory(fd: int) -> bool:
-    return stat.S_ISDIR(os.fstat(fd).st_mode)
-
-
 _Identity = tuple[int, int, int]
 
 
@@ -143,9 +108,9 @@ class RunFiles:
         self.directory = directory
         self.disk = disk or OneCallDisk()
         self._sync = sync
-        self._directory_fd: int | None = None
-        self._lock_fd: int | None = None
+        self._lock = RunLock(directory)
         self._room_fd: int | None = None
+        self._room_taken = False
         self._journal_fd: int | None = None
         # What must stand under each name beside the current segment: device, inode, size.
         self._kept: dict[Path, _Identity] = {}
@@ -211,12 +176,14 @@ class RunFiles:
         try:
             with named(self.directory):
                 self.lock()
-                self._make_journal()
-                for name in {CLAIM, LATCH, JOURNAL}.intersection(names):
+                if CLAIM not in names:  # with a claim, a journal that is not there was lost
+                    self._make_journal()
+                for name in {CLAIM, LATCH, ROOM, JOURNAL}.intersection(names):
                     wanted = stat.S_ISDIR if name == JOURNAL else stat.S_ISREG
                     check_owned(self.directory / name, wanted)
-                for segment in (self.directory / JOURNAL).iterdir():
-                    check_owned(segment, stat.S_ISREG)
+                if JOURNAL in names:
+                    for segment in (self.directory / JOURNAL).iterdir():
+                        check_owned(segment, stat.S_ISREG)
                 self._keep_all()
         except BaseException:
             self.close()
@@ -232,27 +199,12 @@ class RunFiles:
         (self.directory / JOURNAL).mkdir(mode=DIRECTORY_MODE, exist_ok=True)
 
     def lock(self) -> None:
-        """Takes the run's lock, held until ``close`` or the process's end.
+        """Takes the locks of the directory, held until ``close`` or the process's end."""
+        self._lock.take(self.disk)
 
-        Two locks: on the folder, which cannot be unlinked while it holds the journal, and on the
-        lock file, for a network filesystem, which locks no folder.
-        """
-        for _ in range(LOCK_TRIES):
-            with ExitStack() as opened:
-                folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                opened.callback(os.close, folder)
-                fd = self.disk.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT)
-                opened.callback(self.disk.close, fd)
-                # A lock file without a name is one that `abandon` has just removed.
-                if _try_lock(folder) and _try_lock(fd) and os.fstat(fd).st_nlink:
-                    opened.pop_all()
-                    self._directory_fd, self._lock_fd = folder, fd
-                    return
-            time.sleep(LOCK_WAIT_SECONDS)
-        raise errors.RUN_DIRECTORY(
-            f"run directory {self.directory} is being served by another process: stop it first, or "
-            "name another directory"
-        )
+    def lock_run(self, claim_sha256: str) -> None:
+        """Takes the lock of the run itself, which every copy of the directory shares."""
+        self._lock.take_run(claim_sha256)
 
     def abandon(self) -> None:
         """Undoes ``create`` for a run that never began: a directory with a claim is left alone."""
@@ -290,12 +242,17 @@ class RunFiles:
         """
         path = self.directory / ROOM
         if not path.exists():
-            self.create_only(ROOM, b" " * ROOM_BYTES)
-        self._room_fd = self.disk.open(path, os.O_WRONLY)
+            self.create_only(ROOM, BLANK * ROOM_BYTES)
+        self._room_fd = fd = self.disk.open(path, os.O_RDWR)
+        held = os.pread(fd, ROOM_BYTES, 0)
+        self._room_taken = bool(unblanked(held))
+        if len(held) < ROOM_BYTES:  # a start that was cut short
+            self.disk.overwrite(fd, held.ljust(ROOM_BYTES, BLANK))
+        self._keep(path)
 
     def leave_latch(self, data: bytes) -> None:
         """Writes ``latch.json``, or in place into the room set aside for it where no new file can
-        be made. Raises ``FileExistsError`` where the latch is there: the first one wins.
+        be made. Raises ``FileExistsError`` where either holds a cause: the first one wins.
         """
         try:
             self.create_only(LATCH, data)
@@ -306,7 +263,10 @@ class RunFiles:
                 self._keep(self.directory / LATCH)
             if self._room_fd is None:
                 raise
-            self.disk.overwrite(self._room_fd, data[:ROOM_BYTES])
+            if self._room_taken:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), ROOM) from None
+            self._room_taken = True
+            self.disk.overwrite(self._room_fd, data[:ROOM_BYTES].ljust(ROOM_BYTES, BLANK))
 
     def replace(self, name: str, data: bytes) -> None:
         """A file that may be rewritten whole (``endpoints.json``): written beside, then renamed."""
@@ -455,9 +415,8 @@ class RunFiles:
 
     def close(self) -> None:
         """Closes the journal and gives the lock back."""
-        for fd in (self._journal_fd, self._room_fd, self._lock_fd):
+        for fd in (self._journal_fd, self._room_fd):
             if fd is not None:
                 self.disk.close(fd)
-        if self._directory_fd is not None:
-            os.close(self._directory_fd)
-        self._journal_fd = self._room_fd = self._lock_fd = self._directory_fd = None
+        self._journal_fd = self._room_fd = None
+        self._lock.release()

@@ -30,12 +30,12 @@ from smartsearch_sidecar.ledger.file import (
     ENDPOINTS,
     JOURNAL,
     LATCH,
-    LOCK,
     ROOM,
-    is_locked,
     segment_index,
     segment_name,
+    unblanked,
 )
+from smartsearch_sidecar.ledger.lock import LOCK, is_locked
 from smartsearch_sidecar.run.line import (
     FORMAT,
     Line,
@@ -82,10 +82,11 @@ class History:
         """
         self._documents = documents
         self.claim_sha256 = None if claim is None else claim_digest(claim)
-        self._newer: str | None = None
+        self.newer: str | None = None
+        """Why nothing of it may be judged by the rules of this version."""
         if claim is not None:
             with contextlib.suppress(orjson.JSONDecodeError):  # cut short: it states no format
-                self._newer = newer_format(CLAIM, orjson.loads(claim), FORMAT)
+                self.newer = newer_format(CLAIM, orjson.loads(claim), FORMAT)
         self.state = RunState()
         self.seq = 0
         self.head = self.claim_sha256 or ""
@@ -96,8 +97,6 @@ class History:
 
     def read(self, raw: bytes) -> Line:
         """Takes one line without its newline. Raises ``LedgerCorrupt``, without the place."""
-        if self._newer is not None:  # before anything of it is judged by the rules of this version
-            raise errors.LEDGER_CORRUPT(self._newer)
         line = decode_line(raw, documents=self._documents)
         seq, _, prev, total, record, _ = line
         if seq != self.seq + 1:
@@ -211,14 +210,20 @@ class RunReader:
         return (self.directory / ENDPOINTS).exists()
 
     def begun(self) -> bool:
-        """Whether the run was ready once: its first record was on the medium by then."""
-        return self.served() or (self.directory / ROOM).exists()
+        """Whether the run has a history, whatever its journal says: it was ready once, and its
+        first record on the medium by then; or its journal's folder, older than its claim, is gone.
+        """
+        if self.served() or (self.directory / ROOM).exists():
+            return True
+        return (self.directory / CLAIM).exists() and not (self.directory / JOURNAL).is_dir()
 
     def latch(self) -> bytes | None:
-        """The bytes of ``latch.json``, or of the room set aside for it where that was needed."""
+        """The bytes of ``latch.json``, or of the room set aside for it where that was needed: no
+        file could be made, or none of its bytes fitted.
+        """
         found = self.read(LATCH)
-        if found is None:
-            found = (self.read(ROOM) or b"").strip() or None
+        if found is None or not found.endswith(b"\n"):
+            found = unblanked(self.read(ROOM) or b"") or found
         return found
 
     def read(self, name: str) -> bytes | None:
@@ -298,7 +303,8 @@ class ReadBack:
 
         Raises ``LEDGER_LOST`` where the medium holds anything else.
         """
-        read, reader = 0, RunReader(self._directory)
+        read = 0
+        reader = RunReader(self._directory)
         for segment in reader.segments():
             if segment.index < self._segment:
                 continue
@@ -384,6 +390,9 @@ class Scan:
 
     def __iter__(self) -> Iterator[Line]:
         """Every whole record in order."""
+        if self.history.newer is not None:
+            self.problem = Problem(Place(CLAIM), self.history.newer)
+            return
         for position, segment in enumerate(self.segments, 1):
             self._file = f"{JOURNAL}/{segment_name(position)}"
             if segment.index != position:

@@ -35,8 +35,9 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import CLAIM, LATCH, RunFiles
 from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan, Tail
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt, ReceiptCheck
 from smartsearch_sidecar.ledger.writer import latch_file
-from smartsearch_sidecar.run.json_values import differences, flat
+from smartsearch_sidecar.run.json_values import differences, flat, same
 from smartsearch_sidecar.run.record import Cause, LatchClosed, RunResumed
 from smartsearch_sidecar.run.state import RunState
 
@@ -126,11 +127,11 @@ def _observe_latch(raw: bytes | None, history: History) -> LatchFile:
     if "seq" not in value and "sum" not in value:
         return LatchFile.NAMES_NONE
     line = history.latch
-    if line is None or (value.get("seq"), value.get("sum")) != (line.seq, line.sum):
+    if line is None or not isinstance(line.record, LatchClosed):
         return LatchFile.DISAGREES
-    compared = ("cause", "number", "attempt_consumed")
-    same = all(value.get(key) == line.data.get(key) for key in compared)
-    return LatchFile.AGREES if same else LatchFile.DISAGREES
+    wanted = latch_file(seq=line.seq, at=line.at, total=line.sum, cause=line.record.cause)
+    found = {key: value[key] for key in read_object(wanted) if key in value}
+    return LatchFile.AGREES if same(found, read_object(wanted)) else LatchFile.DISAGREES
 
 
 def read_object(raw: bytes) -> dict[str, Any]:
@@ -169,10 +170,11 @@ def restart_cause(
 
 # --- the same claim -------------------------------------------------------------------------------
 
-# What differs from one start to the next without making another run of it.
+# What differs from one start to the next without making another run of it. The run before is
+# described once, by the start that claims: `config.run.previous` is compared, and names it.
 _MAY_DIFFER: Final = frozenset(
     {
-        *("run_id", "created_at", "versions", "config_sha256"),
+        *("run_id", "created_at", "versions", "config_sha256", "previous"),
         *("config.run.directory", "config.server.port"),
     }
 )
@@ -272,16 +274,26 @@ class Reopened:
         return Cause(cause, None, False, detail)
 
 
-def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
+def reopen(
+    files: RunFiles,
+    *,
+    receipt: CheckpointReceipt | None = None,
+    progress: Progress | None = None,
+) -> Reopened:
     """Reads a locked run directory (``RunFiles.resume``) and makes it ready for the writer.
 
-    Blocking; constant memory. Raises ``LedgerCorrupt`` where it holds no sound history, with
-    nothing touched, and ``RunDirectoryError`` where it cannot be read.
+    ``receipt`` has to be of the history that is found. Blocking; constant memory. Raises
+    ``LedgerCorrupt`` where the directory holds no sound history, or not the receipt's, with nothing
+    touched, and ``RunDirectoryError`` where it cannot be read.
     """
     reader = RunReader(files.directory)
     claim = reader.read(CLAIM)
     history = History(claim)
-    scan = Scan(reader, history, progress=progress).drain()
+    scan = Scan(reader, history, progress=progress)
+    held = None if receipt is None else ReceiptCheck(receipt, history)
+    for each in scan:
+        if held is not None:
+            held.see(each)
     latch = reader.latch()
     verdict = judge(observe(scan, latch, begun=reader.begun()))
     if verdict.ending is Ending.CORRUPT:
@@ -289,6 +301,11 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
         raise errors.LEDGER_CORRUPT(
             f"{files.directory} cannot be resumed, and was left as it is: {why}; look with `ledger "
             "verify`, and begin a new run directory"
+        )
+    if held is not None and (problem := held.problem()) is not None:
+        raise errors.LEDGER_CORRUPT(
+            f"{files.directory} is not resumed, and was left as it is: {problem}; put back the "
+            "directory that the trainer's last receipt is of, or begin a new one"
         )
     torn, aside = _mend(files, scan)
     line = history.latch
@@ -309,7 +326,7 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
         torn_bytes=torn,
         set_aside=aside,
         latch_missing=verdict.write_latch,
-        latched=None if latch is None or state.closed else _unrecorded(latch),
+        latched=None if latch is None or state.closed else unrecorded(latch),
         clean=state.closed_cleanly,
         unsettled=tuple(sorted(state.searching)),
     )
@@ -351,7 +368,7 @@ def _mend(files: RunFiles, scan: Scan) -> tuple[int, Path | None]:
     return segment.size - keep, aside
 
 
-def _unrecorded(latch: bytes) -> Cause:
+def unrecorded(latch: bytes) -> Cause:
     """The cause of a ``latch.json`` whose record never reached the journal."""
     value = read_object(latch)
     if "cause" in value:

@@ -23,6 +23,7 @@ from smartsearch_sidecar import __version__, errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.reader import Progress
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recorder import Recorder, Run, SharedQuota
 from smartsearch_sidecar.ledger.recovery import Reopened, reopen, require_same_claim
 from smartsearch_sidecar.ledger.verify import describe_previous
@@ -39,19 +40,29 @@ Join = Callable[[bytes, bool], Awaitable[None]]
 
 
 def take_directory(
-    files: RunFiles, *, resume: bool, progress: Progress | None = None
+    files: RunFiles,
+    *,
+    resume: bool,
+    receipt: CheckpointReceipt | None = None,
+    progress: Progress | None = None,
 ) -> Reopened | None:
     """Makes the directory, or reads the run in it; returns what was found there. Blocking.
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
-    command. Raises ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
+    command; ``receipt`` is one that the run resumed has to have given. Raises
+    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged or not the receipt's.
     """
     if not resume or not files.directory.exists():
+        if receipt is not None:
+            raise errors.RUN_DIRECTORY(
+                f"the receipt is of a run, and there is no {files.directory} to resume: its "
+                "history is lost; name its directory, or begin a new run without the receipt"
+            )
         files.create()
         return None
     files.resume()
     try:
-        found = reopen(files, progress=progress)
+        found = reopen(files, receipt=receipt, progress=progress)
         files.remove(ENDPOINTS)  # a killed process left it, and its port may be another program's
         return found
     except BaseException as exc:
@@ -92,17 +103,13 @@ async def begin(
 
     ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, or
     no end, closes the latch here, before anything can be asked. ``join`` comes before anything is
-    written. Raises ``RunDirectoryError`` where the directory was claimed for something else,
-    ``LedgerFailed`` where nothing can be recorded, and what ``join`` raises.
+    written. Raises ``RunDirectoryError`` where the directory was claimed for something else, or its
+    run is served from another one, ``LedgerFailed`` where nothing can be recorded, and what
+    ``join`` raises.
     """
-    previous = None
     fresh = found is None or not found.claim
-    if config.run.previous is not None and fresh:
-        previous = await asyncio.to_thread(describe_previous, config.run.previous)
-    claim = build_claim(config, claim_facts, previous)
-    if found is not None and found.claim:
-        require_same_claim(files.directory, found.claim, claim)
-        claim = found.claim
+    claim = await _claim_of(files, config, found, claim_facts)
+    files.lock_run(claim_digest(claim))
     if join is not None:
         await join(claim, fresh)
     if fresh:
@@ -138,6 +145,19 @@ async def begin(
             raise _unwritable(files, exc) from None
         raise
     return Run(state, recorder, writer, quota, heard)
+
+
+async def _claim_of(
+    files: RunFiles, config: Config, found: Reopened | None, facts: Mapping[str, Any]
+) -> bytes:
+    """The claim of the run that goes on, or a new one, which is not written yet."""
+    if found is not None and found.claim:
+        require_same_claim(files.directory, found.claim, build_claim(config, facts))
+        return found.claim
+    previous = None
+    if config.run.previous is not None:
+        previous = await asyncio.to_thread(describe_previous, config.run.previous)
+    return build_claim(config, facts, previous)
 
 
 async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:

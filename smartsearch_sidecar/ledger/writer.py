@@ -15,6 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ UNAWAITED_SECONDS = 0.001
 QUIET_TURNS = 4
 GATHERING_TURNS_MAX = 32
 LOOK_SECONDS = 1.0
+LATCH_DETAIL_CHARACTERS = 500  # at most 6 bytes each: they fit the room set aside for the latch
 # Admission bounds the queue far below; reaching this is a bug.
 QUEUE_RECORDS_MAX = 65_536
 
@@ -155,6 +157,7 @@ class Writer:
         self._closing = False
         self._busy = False
         self.failure: errors.LedgerFailed | None = None
+        self._cause: Cause | None = None  # why the run has failed, once the ledger has
         self._disk_thread = DiskThread()
         self._task: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -167,7 +170,7 @@ class Writer:
             head=head,
         )
         self._batch: list[Posted] = []  # what is under way
-        self.looking = 0  # looks under way, for tests that wait until the thread is at rest
+        self.looking = 0  # looks and readings under way: tests wait until the threads are at rest
 
     # --- what all other code calls, on the loop ---------------------------------------------------
 
@@ -282,12 +285,15 @@ class Writer:
         async with self._reading:
             if self.failure is not None or not self.seq:
                 return 0
+            self.looking += 1
             try:
                 return await asyncio.to_thread(self._read_back.to, self.seq, self.head)
             except (errors.SidecarError, OSError) as exc:
                 self._fail(_failure(exc))
                 self._wake_up()
                 return 0
+            finally:
+                self.looking -= 1
 
     async def _look_often(self) -> None:
         while self.failure is None:
@@ -388,7 +394,9 @@ class Writer:
         """Fails every receipt at once, and then the run."""
         first = self.failure is None
         self.failure = self.failure or failure
-        for _, future in (*batch, *self._queue):
+        for item, future in (*batch, *self._queue):
+            if self._cause is None and isinstance(item.record, LatchClosed):
+                self._cause = item.record.cause  # the run had failed before its ledger did
             if future is not None and not future.done():
                 future.set_exception(failure.failure(failure.message))
                 future.exception()  # an abandoned receipt must not warn at collection
@@ -398,11 +406,15 @@ class Writer:
 
     def _leave_latch(self) -> None:
         """One try to leave the cause beside the journal, which is not touched again."""
-        detail = "" if self.failure is None else self.failure.message
-        word = errors.LEDGER_FAILED.closes_as if self.failure is None else self.failure.closes_as
-        cause = Cause(word, None, attempt_consumed=False, detail=detail)
+        failure, cause = self.failure, self._cause
+        if cause is None:
+            word = errors.LEDGER_FAILED.closes_as if failure is None else failure.closes_as
+            detail = "" if failure is None else failure.message
+            cause = Cause(word, None, attempt_consumed=False, detail=detail)
+        # The room set aside is small, and a text that is cut short there would name no cause.
+        shortened = replace(cause, detail=cause.detail[:LATCH_DETAIL_CHARACTERS])
         # The file exists: an earlier cause, and the first one wins. The disk refuses the write: the
         # process refuses all requests without it, and exits 4.
         with contextlib.suppress(OSError):
-            value = {"at": self._clock(), **cause.to_data()}
+            value = {"at": self._clock(), **shortened.to_data()}
             self._files.leave_latch(encode_json(value) + b"\n")

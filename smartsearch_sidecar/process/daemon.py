@@ -31,6 +31,7 @@ from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
 from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.ledger.file import ENDPOINTS, RunFiles
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
@@ -100,7 +101,7 @@ class Daemon:
 
     ``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test or a
     program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an existing
-    directory.
+    directory, which has given ``receipt``.
     """
 
     config: Config
@@ -108,6 +109,7 @@ class Daemon:
     disk: Disk | None = None
     provider: Provider | None = None
     resume: bool = False
+    receipt: CheckpointReceipt | None = None
     progress: Progress | None = None
     on_ready: OnReady | None = None
     connect: Connect | None = None
@@ -151,7 +153,11 @@ class Daemon:
             # Listening first: reading a long history or a large index must not silence `/livez`.
             port = await self._listen()
             found = await asyncio.to_thread(
-                take_directory, self.files, resume=self.resume, progress=self.progress
+                take_directory,
+                self.files,
+                resume=self.resume,
+                receipt=self.receipt,
+                progress=self.progress,
             )
             try:
                 parts = await self._assemble(found)
@@ -417,6 +423,7 @@ def serve_until_stopped(
     config: Config,
     *,
     resume: bool = False,
+    receipt: CheckpointReceipt | None = None,
     progress: Progress | None = None,
     on_ready: OnReady | None = None,
     pretty_logs: bool = False,
@@ -424,7 +431,9 @@ def serve_until_stopped(
     """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code."""
 
     async def main() -> int:
-        daemon = Daemon(config, resume=resume, progress=progress, on_ready=on_ready)
+        daemon = Daemon(
+            config, resume=resume, receipt=receipt, progress=progress, on_ready=on_ready
+        )
         configure_logs(daemon.secrets, pretty=pretty_logs)
         raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()

@@ -136,8 +136,10 @@ def claim_digest(claim: bytes) -> str:
 def newer_format(name: str, value: Any, known: int) -> str | None:
     """Why a file of another format is not read; ``known`` is the highest this version reads."""
     stated = value.get("format", known) if type(value) is dict else known
-    if type(stated) is int and stated <= known:
+    if type(stated) is int and 0 < stated <= known:
         return None
+    if type(stated) is int and stated <= known:
+        return f"{name} states format {stated!r:.20}, which no version has written"
     return (
         f"{name} was written by a newer version (format {stated!r:.20}; this version reads up to "
         f"{known})"

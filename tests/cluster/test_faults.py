@@ -20,7 +20,8 @@ from smartsearch_sidecar.cluster.bus import Bus
 from smartsearch_sidecar.cluster.nats.bus import connect
 from smartsearch_sidecar.cluster.quota_leases import Leases
 from smartsearch_sidecar.config import ClusterSection
-from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification, verify
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
+from smartsearch_sidecar.ledger.verify import Verification, verify
 from tests.fakes import native_client, native_ranks, rollouts
 from tests.fakes.forked import Forked
 from tests.fakes.helper import MODEL, FakeHelper

@@ -139,6 +139,10 @@ class ForgetfulDisk(Disk):
         super().sync(fd)
         self._bytes[os.fstat(fd).st_ino] = self._paths[fd].read_bytes()
 
+    def overwrite(self, fd: int, data: bytes) -> None:
+        super().overwrite(fd, data)
+        self._bytes[os.fstat(fd).st_ino] = self._paths[fd].read_bytes()
+
     def sync_directory(self, path: Path) -> None:
         super().sync_directory(path)
         self._names.update(path.iterdir())

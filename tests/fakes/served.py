@@ -16,6 +16,7 @@ from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.cluster.bus import Connect
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.ledger.disk import Disk
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.process.daemon import Daemon
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.search.service import Service
@@ -111,6 +112,7 @@ async def served(
     disk: Disk | None = None,
     config: Config | None = None,
     resume: bool = False,
+    receipt: CheckpointReceipt | None = None,
     connect: Connect | None = None,
     **keys: Any,
 ) -> AsyncIterator[Served]:
@@ -122,6 +124,7 @@ async def served(
         disk=disk,
         provider=chosen,
         resume=resume,
+        receipt=receipt,
         connect=connect,
         on_ready=lambda endpoints, service: ready.set_result((endpoints, service)),
     )

@@ -16,12 +16,12 @@ from smartsearch_sidecar.ledger.file import (
     ENDPOINTS,
     JOURNAL,
     LATCH,
-    LOCK,
+    ROOM,
     RunFiles,
-    is_locked,
     segment_index,
     segment_name,
 )
+from smartsearch_sidecar.ledger.lock import LOCK, is_locked
 from tests.fakes.disk import CountingDisk, CrashingDisk, ForgetfulDisk, FullDisk, ReadOnlyDisk
 from tests.fakes.journals import contents
 from tests.fakes.raised import raises
@@ -171,6 +171,7 @@ def begun(directory: Path) -> Path:
     files.create_only(CLAIM, b"{}")
     files.start_segment(1)
     files.append(b"one\n", sync=True)
+    files.set_room_aside()
     files.close()
     return directory
 
@@ -183,7 +184,7 @@ def test_link_to_a_run_is_refused(tmp_path: Path) -> None:
         RunFiles(tmp_path / "link").resume()
 
 
-@pytest.mark.parametrize("name", [CLAIM, JOURNAL, f"{JOURNAL}/000001.jsonl"])
+@pytest.mark.parametrize("name", [CLAIM, ROOM, JOURNAL, f"{JOURNAL}/000001.jsonl"])
 def test_link_inside_a_run_is_refused(tmp_path: Path, name: str) -> None:
     """Neither claim nor journal may lie elsewhere."""
     run = begun(tmp_path / "run")
@@ -193,7 +194,7 @@ def test_link_inside_a_run_is_refused(tmp_path: Path, name: str) -> None:
         RunFiles(run).resume()
 
 
-@pytest.mark.parametrize("name", [".", CLAIM, JOURNAL, f"{JOURNAL}/000001.jsonl"])
+@pytest.mark.parametrize("name", [".", CLAIM, ROOM, JOURNAL, f"{JOURNAL}/000001.jsonl"])
 @pytest.mark.parametrize("bit", [stat.S_IWGRP, stat.S_IWOTH])
 def test_what_others_can_write_is_refused(tmp_path: Path, name: str, bit: int) -> None:
     """A ledger that another user could write is refused: its records could not be trusted."""

@@ -15,8 +15,9 @@ from smartsearch_sidecar.commands import app
 from smartsearch_sidecar.ledger.export import export_reference
 from smartsearch_sidecar.ledger.file import CLAIM
 from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.replay import replay
-from smartsearch_sidecar.ledger.verify import CheckpointReceipt, verify
+from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.run.line import Draft, decode_line, draft, encode_line
 from smartsearch_sidecar.run.record import KINDS, NativeCall, RetrievalAnswered, RetrievalRequested

@@ -11,7 +11,8 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import Disk
-from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, JOURNAL, LATCH, RunFiles, is_locked
+from smartsearch_sidecar.ledger.file import CLAIM, ENDPOINTS, JOURNAL, LATCH, RunFiles
+from smartsearch_sidecar.ledger.lock import is_locked
 from smartsearch_sidecar.ledger.reader import RunReader, Tail
 from smartsearch_sidecar.ledger.recovery import (
     Body,

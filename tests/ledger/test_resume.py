@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,11 @@ async def test_new_run_names_the_one_it_follows(tmp_path: Path) -> None:
         assert previous["last_checkpoint"]["step"] == 5
         assert previous["last_checkpoint"]["head"] == receipt["head"]
         assert (await run.health())[0] == 200
+    # What the claim says of the old run stays, whether or not that is still there.
+    await asyncio.to_thread(shutil.rmtree, tmp_path / "old")
+    async with served(tmp_path / "new", run__previous=str(tmp_path / "old"), resume=True) as run:
+        assert (await run.health())[0] == 200
+        assert json.loads((run.directory / "claim.json").read_bytes())["previous"] == previous
 
 
 async def test_served_directory_is_refused(tmp_path: Path) -> None:

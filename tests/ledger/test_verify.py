@@ -15,13 +15,9 @@ from typer.testing import CliRunner, Result
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import ledger
 from smartsearch_sidecar.ledger.file import JOURNAL, LATCH, RunFiles
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recovery import Ending
-from smartsearch_sidecar.ledger.verify import (
-    CheckpointReceipt,
-    Verification,
-    describe_previous,
-    verify,
-)
+from smartsearch_sidecar.ledger.verify import Verification, describe_previous, verify
 from tests.fakes.journals import (
     Event,
     Written,
@@ -45,7 +41,7 @@ def checkpoint(count: int, step: int = 100, **data: Any) -> Event:
     return "checkpoint.accepted", 1, {**values, "usage": usage}
 
 
-def receipt_of(run: Written, seq: int, **changes: Any) -> bytes:
+def receipt_of(run: Written, seq: int, /, **changes: Any) -> bytes:
     """The receipt that ``/checkpoints`` gave for record ``seq``."""
     line = json.loads(run.lines[seq - 1])
     value = {
@@ -323,9 +319,15 @@ def test_receipt_that_says_otherwise_is_refused(run: Written, changes: dict[str,
 
 def test_receipt_of_another_record_is_refused(run: Written) -> None:
     """A head of the history at which no checkpoint was accepted."""
-    found = checked(run, receipt_of(run, 5))
+    found = checked(run, receipt_of(run, 6, seq=5, head=run.heads[5]))
     assert found.receipt_problem is not None
     assert "accepts no checkpoint" in found.receipt_problem
+
+
+def other(place: dict[str, Any]) -> bytes:
+    """All that a receipt holds, but for where its record lies."""
+    _, number, data = checkpoint(2)
+    return json.dumps({"format": 1, "accepted": True, "number": number, **data, **place}).encode()
 
 
 @pytest.mark.parametrize(
@@ -334,11 +336,14 @@ def test_receipt_of_another_record_is_refused(run: Written) -> None:
         b"",
         b"[]",
         b"{}",
-        b'{"claim_sha256": "x", "seq": 1, "head": "y"}',
-        json.dumps({"claim_sha256": "a" * 64, "seq": 0, "head": "b" * 64}).encode(),
-        json.dumps({"claim_sha256": "a" * 64, "seq": True, "head": "b" * 64}).encode(),
-        json.dumps({"claim_sha256": "A" * 64, "seq": 1, "head": "b" * 64}).encode(),
-        json.dumps({"claim_sha256": "a" * 64, "seq": 1}).encode(),
+        other({"claim_sha256": "x", "seq": 1, "head": "y"}),
+        other({"claim_sha256": "a" * 64, "seq": 0, "head": "b" * 64}),
+        other({"claim_sha256": "a" * 64, "seq": True, "head": "b" * 64}),
+        other({"claim_sha256": "A" * 64, "seq": 1, "head": "b" * 64}),
+        other({"claim_sha256": "a" * 64, "seq": 1}),
+        other({"claim_sha256": "a" * 64, "seq": 1, "head": "b" * 64, "nodes": []}),
+        other({"claim_sha256": "a" * 64, "seq": 1, "head": "b" * 64, "nodes": {"a": 1}}),
+        other({"claim_sha256": "a" * 64, "seq": 1, "head": "b" * 64, "nodes": {"a": {"seq": 1}}}),
     ],
 )
 def test_other_file_is_no_receipt(raw: bytes) -> None:

@@ -55,6 +55,7 @@ ACTS: dict[str, Act] = {
     "claim changed": lambda run: (run / "claim.json").write_bytes(b"{}"),
     "claim replaced": lambda run: replaced(run / "claim.json"),
     "lock removed": lambda run: (run / "lock").unlink(),
+    "room removed": lambda run: (run / "latch.room").unlink(),
     "latch written by another": lambda run: (run / "latch.json").write_bytes(b"{}"),
 }
 SEEN_AT_THE_NEXT_BATCH = {name for name in ACTS if name.split()[0] in ("directory", "segment")} | {
@@ -176,12 +177,18 @@ async def test_a_second_process_is_refused_without_the_lock_file(tmp_path: Path)
             await second.run()
 
 
-@pytest.mark.parametrize("what", ["journal", "journal/000001.jsonl"])
-async def test_a_history_that_was_lost_is_no_new_run(tmp_path: Path, what: str) -> None:
-    """After a clean stop the journal is removed: the directory says that a history existed."""
+@pytest.mark.parametrize(
+    ("what", "room"), [("journal", True), ("journal", False), ("journal/000001.jsonl", True)]
+)
+async def test_a_history_that_was_lost_is_no_new_run(tmp_path: Path, what: str, room: bool) -> None:
+    """After a clean stop the journal is removed: the directory says that a history existed. Of an
+    older version's run, which set no room aside, the claim says it where the folder is gone.
+    """
     directory = tmp_path / "run"
     async with served(directory) as run:
         assert (await run.execute("before"))[0] == 200
+    if not room:
+        (directory / "latch.room").unlink()
     gone = directory / what
     await asyncio.to_thread(shutil.rmtree if gone.is_dir() else os.unlink, gone)
     with pytest.raises(errors.LedgerCorrupt, match="its history is lost"):
