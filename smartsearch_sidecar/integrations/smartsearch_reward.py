@@ -380,10 +380,9 @@ def _compare(receipt: dict[str, Any], folder: str) -> None:
             f"its {RECEIPT} can be compared with no ledger: {detail}. To load it all the same, set "
             f"{UNCOMPARED_VARIABLE} to the receipt's head"
         )
-    warning = (
-        f"WARNING: {folder} is loaded, and its {RECEIPT} was compared with no ledger: {detail}"
+    sys.stderr.write(
+        f"WARNING: {folder} is loaded, and its {RECEIPT} was compared with no ledger: {detail}\n"
     )
-    print(warning, file=sys.stderr, flush=True)
 
 
 class _Gate:

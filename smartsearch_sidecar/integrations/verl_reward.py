@@ -12,8 +12,8 @@ and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where
 verl's managers hand over the response alone, decoded without special tokens. The sidecar's scorer
 reads prompt and response in the pinned trainer's form. So this file puts the prompt back, from
 ``extra_info["question"]``, or from ``extra_info["prompt"]`` (messages, or the rendered template).
-Where ``extra_info`` names neither, the text itself must be the whole rendered one. Otherwise it is the
-policy's, and sent as it is, whatever stands in it.
+Then the text is the policy's and is sent as it is, whatever stands in it. Only where ``extra_info``
+names neither must the text itself be the whole rendered one.
 ``reward_kwargs.think_prefilled`` says whether the generation prompt ends in ``<think>``, as the
 pinned one does. Without it, this file assumes so unless the response begins with the tag.
 

@@ -1,9 +1,9 @@
 """Which answers of a tool loop stand in the rollout's text: verl's form, ``<tool_response>``.
 
-Here the text alone does not say who wrote a block: decoded without special tokens, a block that the
-policy made up looks like the environment's. So the search tool hands over what it answered beside
-the text, by a way that the policy does not reach (``integrations/verl_search_tool.py``), and each of
-these answers must
+Here the text alone does not say who wrote a block: decoded without special tokens, a block that
+the policy made up looks like the environment's. So the search tool hands over what it answered
+beside the text, on a way that the policy does not reach (``integrations/verl_search_tool.py``), and
+each of these answers must
 
 - be an answer that this run gave to that query, and
 - stand in a ``<tool_response>`` of the response, in the order of the calls.
@@ -11,9 +11,9 @@ these answers must
 A missing one means that something else stands where the answer belongs. Blocks without an answer
 are the policy's own, or verl's word on a call that reached no tool: counted, never refused.
 
-verl cuts a long answer and says so in the text, and the response's limit may cut the last block. For
-such an answer the trainer sends the whole text, which is held against the run's answers; what is
-left of it must be its beginning, its end, or both.
+verl cuts a long answer and says so in the text, and the response's limit may cut the last block.
+For such an answer the trainer sends the whole text, which is held against the run's answers; what
+is left of it must be its beginning, its end, or both.
 """
 
 from __future__ import annotations
@@ -116,9 +116,12 @@ def _find(
                 or _holds(text, block, whole)
             ):
                 return index
-        elif block.closed and not block.holds_another:
-            if _given(answers, answer.query, _normal(text[block.after : block.end])):
-                return index
+        elif (
+            block.closed
+            and not block.holds_another
+            and _given(answers, answer.query, _normal(text[block.after : block.end]))
+        ):
+            return index
     return None
 
 
@@ -156,10 +159,9 @@ def _is_of(content: str, whole: str, *, closed: bool) -> bool:
         head, tail = content[:place], content[place + len(CUT) :]
         marked = head.endswith(DOTS) if head else tail.startswith(DOTS)
         head, tail = head.removesuffix(DOTS), tail.removeprefix(DOTS)
-        long_enough = len(head) + len(tail) >= KEPT_MIN
-        if marked and long_enough and _begins(whole, head):
-            if _ends(whole, tail) or (not closed and tail in whole):
-                return True
+        ends = _ends(whole, tail) or (not closed and tail in whole)
+        if marked and len(head) + len(tail) >= KEPT_MIN and _begins(whole, head) and ends:
+            return True
         place = content.find(CUT, place + 1)
     return False
 

@@ -49,8 +49,8 @@ class ServedRun:
 
     ``scoring`` is there where rewards are on, ``cluster_run`` where the run has other nodes: then
     what is said is said of the whole run. ``directory`` holds its ledger. ``facts`` are its
-    identities as claimed. ``connections`` counts the open ones; ``oldest_began`` is the loop time of the oldest unanswered rollout
-    request, infinite where every one is answered.
+    identities as claimed. ``connections`` counts the open ones; ``oldest_began`` is the loop time
+    of the oldest unanswered rollout request, infinite where every one is answered.
     """
 
     service: Service
