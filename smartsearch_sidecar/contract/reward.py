@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.json import strict_json
-from smartsearch_sidecar.run.json_values import is_text
+from smartsearch_sidecar.run.json_values import is_sha256, is_text
 
 DATA_SOURCE: Final = "re_call"
 """The one data source whose scorer is served; also what a missing ``data_source`` means."""
@@ -21,18 +21,21 @@ _REQUIRED: Final = frozenset({"solution_str", "ground_truth"})
 _ALLOWED: Final = _REQUIRED | {"data_source", "tool_answers"}
 _SOLUTION: Final = "must have text that can be written as UTF-8 for solution_str"
 _TOOL_ANSWERS: Final = (
-    "may have for tool_answers a list of objects of query and perhaps result, both text that can "
-    "be written as UTF-8"
+    "may have for tool_answers a list of objects, each of query and either sha256 (64 lower-case "
+    "hex digits) or result, all text that can be written as UTF-8"
 )
 _TRUTH: Final = "must have text that can be written as UTF-8, or a list of it, for ground_truth"
 
 
 class ToolAnswer(NamedTuple):
-    """What a search tool handed over beside a rollout's text: the query it asked, and the answer's
-    text where that does not stand in the rollout word for word.
+    """What a search tool handed over beside a rollout's text: the query, and its answer.
+
+    ``sha256`` (64 hex) is of the answer in composed form, stripped; where the answer does not stand
+    in the rollout word for word, ``result`` is its text in that place. One of the two is ``None``.
     """
 
     query: str
+    sha256: str | None
     result: str | None
 
 
@@ -103,11 +106,11 @@ def _tool_answers(value: Any, name: str) -> tuple[ToolAnswer, ...]:
     if type(value) is not list:
         raise _refuse(name, _TOOL_ANSWERS)
     for row in value:
-        if type(row) is not dict or not {"query"} <= row.keys() <= {"query", "result"}:
+        if type(row) is not dict or row.keys() not in ({"query", "sha256"}, {"query", "result"}):
             raise _refuse(name, _TOOL_ANSWERS)
-        if not all(map(is_text, row.values())):
+        if not all(map(is_text, row.values())) or not is_sha256(row.get("sha256", "0" * 64)):
             raise _refuse(name, _TOOL_ANSWERS)
-    return tuple(ToolAnswer(row["query"], row.get("result")) for row in value)
+    return tuple(ToolAnswer(row["query"], row.get("sha256"), row.get("result")) for row in value)
 
 
 def _require_text(items: Sequence[RewardItem], names: Sequence[str]) -> None:

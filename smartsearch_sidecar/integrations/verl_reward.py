@@ -35,6 +35,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import http.client
 import inspect
 import json
@@ -209,6 +210,7 @@ _FAILED = _Failed("the trainer")
 
 HANDED = "smartsearch_answers"
 """The key within ``extras``; ``verl_search_tool.py`` writes it."""
+CLOSING = "tool_response>"
 END = "<|im_end|>"
 THINK = "<think>"
 THINKS_OF_THE_SYSTEM_PROMPT = 3
@@ -389,24 +391,30 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
 def _tool_answers(extra_info: dict[str, Any], text: str) -> list[dict[str, str]] | None:
     """The answers that must stand in the text, in order; ``None`` where no tool loop made it.
 
-    An answer goes along whole only where the text does not hold it as it was given: verl cuts long
-    ones, and a passage may hold the tag that ends a block.
+    Each is named by its digest. It goes along whole only where the text does not hold it as it was
+    given: verl cuts long ones, and a passage may hold the tag that ends a block.
     """
     if "tool_rewards" not in extra_info:  # both of verl's own agent loops set it
         return None
     handed = (extra_info.get("extras") or {}).get(HANDED) or []
-    text = unicodedata.normalize("NFC", text)
+    text = _composed(text)
     answers = []
     for row in _with_room(handed, extra_info.get("num_turns")):
         result = row["result"]
         if not isinstance(result, str):
             raise _Trouble("a search of this rollout was begun and has no answer")
-        answer = {"query": _encodable(row["query"])}
-        block = unicodedata.normalize("NFC", f"<tool_response>\n{result}\n</tool_response>")
-        if block not in text or "tool_response>" in result:
+        answer, composed = {"query": _encodable(row["query"])}, _composed(result)
+        if f"<tool_response>\n{composed}\n</tool_response>" in text and CLOSING not in composed:
+            answer["sha256"] = hashlib.sha256(composed.strip().encode()).hexdigest()
+        else:
             answer["result"] = result
         answers.append(answer)
     return answers
+
+
+def _composed(text: str) -> str:
+    """As tokenizers compose it."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _with_room(handed: list[dict[str, Any]], num_turns: Any) -> list[dict[str, Any]]:

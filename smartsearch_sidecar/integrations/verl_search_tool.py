@@ -30,10 +30,10 @@ Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off (the asynchronous mod
 prompts in any case, and stand still). Ask the gate before a checkpoint is accepted.
 
 What was answered goes to the reward beside the rollout's text: in ``extra_fields["extras"]`` of
-verl's agent loop, which the reward managers ``naive`` and ``remote`` hand on in ``extra_info``. With
-``verl_reward.py`` as the reward, the sidecar judges the text's tool responses by it. The manager
-``dapo`` drops it, and nothing is judged. ``extras`` is the one free key that every row of verl has:
-a key of our own, in some rows alone, breaks verl's joining of batches.
+verl's agent loop, which the reward managers ``naive`` and ``remote`` hand on in ``extra_info``.
+With ``verl_reward.py`` as the reward, the sidecar judges the text's tool responses by it. The
+manager ``dapo`` drops it, and nothing is judged. ``extras`` is the one free key that every row of
+verl has: a key of our own, in some rows alone, breaks verl's joining of batches.
 
 An error of the policy is not a failure. An empty or missing query goes to the sidecar like any
 other and comes back as ``invalid query``, recorded.

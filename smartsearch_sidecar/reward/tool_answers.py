@@ -6,7 +6,7 @@ beside the text, on a way that the policy does not reach (``integrations/verl_se
 each of these answers must
 
 - be an answer that this run gave to that query, and
-- stand in a ``<tool_response>`` of the response, in the order of the calls.
+- stand in a ``<tool_response>`` of the response, in the order of the calls, by digest.
 
 A missing one means that something else stands where the answer belongs. Blocks without an answer
 are the policy's own, or verl's word on a call that reached no tool: counted, never refused.
@@ -18,8 +18,9 @@ is left of it must be its beginning, its end, or both.
 
 from __future__ import annotations
 
+import hashlib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Final, NamedTuple
 
@@ -33,7 +34,7 @@ CUT: Final = "(truncated)"  # in verl's words: "...(truncated)", "(truncated)...
 DOTS: Final = "..."
 KEPT_MIN: Final = 16
 """Characters that must be left of an answer that was cut: fewer show nothing."""
-PEEK: Final = 16
+PEEK: Final = 64
 
 
 class _Block(NamedTuple):
@@ -63,8 +64,10 @@ def judge_tool_answers(
     for answer in handed:
         found = None
         # An answer that this run never gave is not looked for.
-        if answer.result is None or _given(answers, answer.query, answer.result):
-            found = _find(answers, solution_str, blocks, at, answer)
+        if answer.result is None:
+            found = _find_whole(answers, solution_str, blocks, at, answer)
+        elif _given(answers, answer.query, answer.result):
+            found = _find_cut(solution_str, blocks, at, _normal(answer.result))
         if found is None:
             broken.append(blocks[at].place if at < len(blocks) else len(solution_str))
         else:
@@ -103,26 +106,41 @@ def _blocks(text: str) -> list[_Block]:
     return blocks
 
 
-def _find(
+def _find_whole(
     answers: AnswerDigests, text: str, blocks: Sequence[_Block], at: int, answer: ToolAnswer
 ) -> int | None:
-    """Which block, from ``at`` on, is the answer's: the first that can be."""
-    whole = None if answer.result is None else _normal(answer.result)
+    """Which block, from ``at`` on, is the answer's: the first with its digest."""
     for index in range(at, len(blocks)):
         block = blocks[index]
-        if whole is not None:
-            if _may_be(text[block.after : block.after + PEEK].lstrip(), whole) and (
-                _is_of(_normal(text[block.after : block.end]), whole, closed=block.closed)
-                or _holds(text, block, whole)
-            ):
-                return index
-        elif (
-            block.closed
-            and not block.holds_another
-            and _given(answers, answer.query, _normal(text[block.after : block.end]))
-        ):
-            return index
+        if not block.closed or block.holds_another:
+            continue
+        content = _normal(text[block.after : block.end])
+        digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        if digest == answer.sha256:
+            return index if _given(answers, answer.query, content) else None
     return None
+
+
+def _find_cut(text: str, blocks: Sequence[_Block], at: int, whole: str) -> int | None:
+    """Which block, from ``at`` on, holds ``whole`` or what was left of it: the first that can."""
+    for index in range(at, len(blocks)):
+        after = blocks[index].after
+        if _may_be(text[after : after + PEEK].lstrip(), whole):
+            for end, closed in _ends(text, after, 4 * len(whole) + PEEK):
+                if _is_of(_normal(text[after:end]), whole, closed=closed):
+                    return index
+    return None
+
+
+def _ends(text: str, after: int, most: int) -> Iterator[tuple[int, bool]]:
+    """Where a block may end: at a closing tag, of which a passage may hold some, or unclosed."""
+    limit = after + most
+    end = text.find(BLOCK_END, after, limit)
+    while end >= 0:
+        yield end, True
+        end = text.find(BLOCK_END, end + len(BLOCK_END), limit)
+    if len(text) <= limit:
+        yield len(text), False
 
 
 def _may_be(content: str, whole: str) -> bool:
@@ -130,13 +148,6 @@ def _may_be(content: str, whole: str) -> bool:
     # rollout: those that do not even begin alike are not read.
     beginning = unicodedata.normalize("NFC", content)[:1]
     return beginning in (whole[:1], CUT[0], DOTS[0], BLOCK_END[0], "")
-
-
-def _holds(text: str, block: _Block, whole: str) -> bool:
-    """Whether a passage that holds one of the tags itself stands in a block as it is."""
-    if BLOCK_START not in whole and BLOCK_END not in whole:
-        return False
-    return _normal(text[block.after :]).startswith(f"{whole}\n{BLOCK_END}")
 
 
 def _given(answers: AnswerDigests, query: str, result: str) -> bool:
@@ -157,10 +168,11 @@ def _is_of(content: str, whole: str, *, closed: bool) -> bool:
     place = content.find(CUT)
     while place >= 0:
         head, tail = content[:place], content[place + len(CUT) :]
-        marked = head.endswith(DOTS) if head else tail.startswith(DOTS)
+        # verl's three forms: what it left at the beginning, at the end, or at both.
+        marked = head.endswith(DOTS) and len(head) > len(DOTS) if head else tail.startswith(DOTS)
         head, tail = head.removesuffix(DOTS), tail.removeprefix(DOTS)
-        ends = _ends(whole, tail) or (not closed and tail in whole)
-        if marked and len(head) + len(tail) >= KEPT_MIN and _begins(whole, head) and ends:
+        fits = _finishes(whole, tail) or (not closed and tail in whole)
+        if marked and len(head) + len(tail) >= KEPT_MIN and _begins(whole, head) and fits:
             return True
         place = content.find(CUT, place + 1)
     return False
@@ -173,5 +185,5 @@ def _begins(whole: str, head: str) -> bool:
     return whole.startswith((head, head[:-1]))
 
 
-def _ends(whole: str, tail: str) -> bool:
+def _finishes(whole: str, tail: str) -> bool:
     return whole.endswith((tail, tail[1:]))
