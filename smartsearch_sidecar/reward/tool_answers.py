@@ -178,12 +178,24 @@ def _is_of(content: str, whole: str, *, closed: bool) -> bool:
     return False
 
 
-# A cut between a letter and its accent leaves a letter that the whole text does not have there.
+# A cut may part a letter from its accents, or the letters of a Korean syllable. Either side then
+# composes to what the whole text does not have there: that one character is not compared.
 
 
 def _begins(whole: str, head: str) -> bool:
-    return whole.startswith((head, head[:-1]))
+    end = len(head)
+    while end and _joins(head[end - 1]):
+        end -= 1
+    return whole.startswith((head, head[: max(end - 1, 0)]))
 
 
 def _finishes(whole: str, tail: str) -> bool:
-    return whole.endswith((tail, tail[1:]))
+    start = 0
+    while start < len(tail) and _joins(tail[start]):
+        start += 1
+    return whole.endswith((tail, tail[start:]))
+
+
+def _joins(char: str) -> bool:
+    """Whether a character may compose with the one before it."""
+    return unicodedata.combining(char) > 0 or "\u1160" <= char <= "\u11ff"
