@@ -14,6 +14,8 @@ are the policy's own, or verl's word on a call that reached no tool: counted, ne
 verl cuts a long answer and says so in the text, and the response's limit may cut the last block.
 For such an answer the trainer sends the whole text, which is held against the run's answers; what
 is left of it must be its beginning, its end, or both.
+
+Apart from ``provenance.py``, since nothing here is told by the text's own form.
 """
 
 from __future__ import annotations
