@@ -84,7 +84,7 @@ def why_broken(judgement: Judgement) -> str:
     return (
         f"{len(judgement.broken)} of {judgement.judged} answers of the search tool do not stand in "
         "the rollout's <tool_response> blocks as this run gave them: something else stands there, "
-        "or the chat template has other blocks (then set reward.provenance)"
+        "or the chat template has other blocks (then set reward.provenance = off)"
     )
 
 

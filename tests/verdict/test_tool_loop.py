@@ -194,6 +194,19 @@ async def test_an_answer_that_verl_cut_is_judged_by_what_is_left(
         await beside.expect_broken(spoilt, "1 of 1 answers")
 
 
+@pytest.mark.parametrize("left", [0, 1, 40, 180])
+async def test_a_block_that_the_response_ends_in_is_judged_by_its_beginning(
+    left: int, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that falls into a block leaves a beginning, which must be the answer's."""
+    async with training(tmp_path, monkeypatch, module) as beside:
+        row = await beside.rollout(asking("Ada", "Bob"))
+        begins = row["response"].rindex("<tool_response>\n") + len("<tool_response>\n")
+        await beside.score({**row, "response": row["response"][: begins + left]})
+        await beside.expect_healthy(judged=2)
+        await beside.expect_broken({**row, "response": row["response"][:begins] + "err"}, "1 of 2")
+
+
 async def test_answers_from_before_a_restart_are_judged(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
