@@ -42,8 +42,9 @@ def load(file: str, name: str = "compute_score") -> Any:
 
 
 async def score(solution: Any, extra_info: Any) -> float:
-    """One row, as a manager of current verl calls for it."""
+    """One row, as the manager ``naive`` calls for it after verl's own agent loop."""
     function = load("verl_reward.py", "compute_score_async")
+    extra_info |= {"tool_rewards": [], "turn_scores": [], "num_turns": 2}
     return float(
         await function(
             data_source="x", solution_str=solution, ground_truth=TRUTH, extra_info=extra_info
