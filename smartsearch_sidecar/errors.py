@@ -453,8 +453,13 @@ UNCLEAN_RESTART = _ends(
     "The process died and came back: rollouts that asked meanwhile met an error as text. Find "
     "out why it died.",
 )
-# Closed by hand: `POST /latch`, or the trainer's own integration.
+# Both by `POST /latch`: a person's word, and that of a file of `integrations/`.
 OPERATOR = _ends(Told("operator"), "Somebody closed this run by hand: the reason is in the detail.")
+TRAINER_REPORTED = _ends(
+    Told("trainer_reported"),
+    "The trainer's own process met a failure that the sidecar could not see: the detail says which "
+    "file of integrations/ it met, and what.",
+)
 INTERNAL_ERROR = _closes(
     InvariantBroken,
     Told("internal_error", 500, "The sidecar broke a promise of its own; the run is over."),

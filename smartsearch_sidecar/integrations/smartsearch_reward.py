@@ -14,7 +14,8 @@ trainer and before it builds either. So this file replaces methods of the two cl
   are scored in batches, and the second run reads those rewards. Each row is decoded once, by the
   trainer's own code. ``reward_extra_info`` is added: without it the trainer scores again.
 - ``_save_checkpoint`` takes a receipt first and writes it beside the checkpoint afterwards.
-  ``_load_checkpoint`` refuses a checkpoint without a receipt.
+  ``_load_checkpoint`` refuses a checkpoint without a receipt, and one whose receipt is not of the
+  sidecar's ledger or of a run that it follows.
 - ``init_workers`` hands the real ``sandbox_url`` to the rollouts only. What the trainer prints at
   its start and sends to its trackers holds the word ``sidecar``.
 
@@ -146,7 +147,7 @@ class _Failed:
             tell, self._told = latch and not self._told, self._told or latch
         if tell:
             # Best effort: this process refuses even if the sidecar does not get the request.
-            reason = {"reason": f"{self._caller}: {sentence}"}
+            reason = {"reason": f"{self._caller}: {sentence}", "by": "trainer"}
             with contextlib.suppress(_Trouble):
                 _ask(_url("internal_url", endpoints), "/latch", reason, LATCH_SECONDS)
         # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
@@ -204,6 +205,10 @@ BATCHES_AT_ONCE = 2
 """With two, the helper has work while the last helper calls of a batch are awaited."""
 SETTLE_SECONDS = 60.0
 RECEIPT = "sidecar_receipt.json"
+UNCOMPARED_VARIABLE = "SMARTSEARCH_SIDECAR_LOAD_UNCOMPARED"
+"""The ``head`` of the one receipt that may be loaded though no ledger is there to compare it."""
+LEDGER_SECONDS = 600.0
+"""The sidecar reads whole journals to compare a receipt: 90 GB in this time."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MARK = "_smartsearch_sidecar"
 
@@ -353,6 +358,33 @@ def _is_receipt(value: Any, step: int) -> bool:
     )
 
 
+def _compare(receipt: dict[str, Any], folder: str) -> None:
+    """The sidecar holds the receipt against its ledger. Raises ``_Refusal`` unless it is of it.
+
+    Where no ledger of the receipt's run can be read (the old run is not named by ``run.previous``,
+    or its directory is gone), it is refused as well, unless ``UNCOMPARED_VARIABLE`` names its head;
+    then a warning says that it was not compared.
+    """
+    url = _url("internal_url")
+    status, value = _ask(url, "/checkpoints/verify", receipt, LEDGER_SECONDS)
+    answer = value if status == 200 and isinstance(value, dict) else {}
+    verdict, detail = answer.get("verdict"), answer.get("detail")
+    if verdict == "known":
+        return
+    if verdict == "refused":
+        raise _Refusal(f"its {RECEIPT} is not of the sidecar's ledger: {detail}")
+    if verdict != "unknown":
+        raise _Refusal(f"its {RECEIPT} was not compared with a ledger: {_why(status, value)}")
+    if os.environ.get(UNCOMPARED_VARIABLE) != receipt["head"]:
+        raise _Refusal(
+            f"its {RECEIPT} can be compared with no ledger: {detail}. To load it all the same, set "
+            f"{UNCOMPARED_VARIABLE} to the receipt's head"
+        )
+    sys.stderr.write(
+        f"WARNING: {folder} is loaded, and its {RECEIPT} was compared with no ledger: {detail}\n"
+    )
+
+
 class _Gate:
     """Stands for the actor's workers during a load: it checks the receipt before they load."""
 
@@ -374,6 +406,7 @@ class _Gate:
                     f"it has no {RECEIPT} of a sidecar for this step, so it is not known whether "
                     "its training data was healthy; resume from an earlier checkpoint"
                 )
+            _compare(value, folder)
         self.asked = True
         return self._workers.load_checkpoint(local_path, *args, **kwargs)
 

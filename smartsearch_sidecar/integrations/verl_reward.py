@@ -12,8 +12,14 @@ and name the run's ``endpoints.json`` in ``SMARTSEARCH_SIDECAR_ENDPOINTS`` where
 verl's managers hand over the response alone, decoded without special tokens. The sidecar's scorer
 reads prompt and response in the pinned trainer's form. So this file puts the prompt back, from
 ``extra_info["question"]``, or from ``extra_info["prompt"]`` (messages, or the rendered template).
+Then the text is the policy's and is sent as it is, whatever stands in it. Only where ``extra_info``
+names neither must the text itself be the whole rendered one.
 ``reward_kwargs.think_prefilled`` says whether the generation prompt ends in ``<think>``, as the
 pinned one does. Without it, this file assumes so unless the response begins with the tag.
+
+What ``verl_search_tool.py`` answered in verl's tool loop comes in ``extra_info["extras"]`` by the
+managers ``naive`` and ``remote``, and goes with the row: the sidecar judges the text's tool
+responses by it. ``dapo`` drops it, and nothing is judged.
 
 Rows that arrive together are sent together: verl scores a step's rollouts all at once and in
 several processes, and one request for each row would fill the sidecar's waiting room.
@@ -29,6 +35,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import http.client
 import inspect
 import json
@@ -38,6 +45,7 @@ import os
 import re
 import threading
 import traceback
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -148,7 +156,7 @@ class _Failed:
             tell, self._told = latch and not self._told, self._told or latch
         if tell:
             # Best effort: this process refuses even if the sidecar does not get the request.
-            reason = {"reason": f"{self._caller}: {sentence}"}
+            reason = {"reason": f"{self._caller}: {sentence}", "by": "trainer"}
             with contextlib.suppress(_Trouble):
                 _ask(_url("internal_url", endpoints), "/latch", reason, LATCH_SECONDS)
         # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
@@ -200,6 +208,9 @@ def _item(solution: Any, ground_truth: Any, data_source: Any) -> dict[str, Any]:
 
 _FAILED = _Failed("the trainer")
 
+HANDED = "smartsearch_answers"
+"""The key within ``extras``; ``verl_search_tool.py`` writes it."""
+CLOSING = "tool_response>"
 END = "<|im_end|>"
 THINK = "<think>"
 THINKS_OF_THE_SYSTEM_PROMPT = 3
@@ -334,15 +345,17 @@ def _row(
         raise _Trouble(_SWALLOWED)
     if not isinstance(solution, str):
         raise _Trouble("a rollout is not text")
-    text = _text(solution, dict(extra_info or {}), given.get("think_prefilled"))
-    return _item(text, ground_truth, "re_call")
+    info = dict(extra_info or {})
+    text = _text(solution, info, given.get("think_prefilled"))
+    item, answers = _item(text, ground_truth, "re_call"), _tool_answers(info, text)
+    return item if answers is None else {**item, "tool_answers": answers}
 
 
 def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> str:
     """Prompt and response, in the form of the pinned trainer's template."""
     prompt, question = extra_info.get("prompt"), extra_info.get("question")
     system, asked, response = None, None, solution
-    if solution.startswith("<|im_start|>"):
+    if question is None and prompt is None and solution.startswith("<|im_start|>"):
         system, asked, response = _rendered(solution)
     elif isinstance(prompt, str) and "<|im_start|>" in prompt:
         system, asked, opening = _rendered(prompt)
@@ -355,7 +368,7 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
         if prefilled or (prefilled is None and not solution.startswith(THINK)):
             response = THINK + solution
     question = question or asked
-    if any(isinstance(text, str) and _LOST_TOKENS.match(text) for text in (solution, question)):
+    if isinstance(question, str) and _LOST_TOKENS.match(question):
         raise _Trouble(
             "special tokens are gone: a prompt was decoded without its <|im_start|>, and its turns "
             "cannot be told apart; keep them, or hand over the response alone"
@@ -373,6 +386,57 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
         f"<|im_start|>system\n{system}{END}\n<|im_start|>user\n{question}{END}\n"
         f"<|im_start|>assistant\n{response}"
     )
+
+
+def _tool_answers(extra_info: dict[str, Any], text: str) -> list[dict[str, str]] | None:
+    """The answers that must stand in the text, in order; ``None`` where no tool loop made it.
+
+    Each is named by its digest. It goes along whole only where the text does not hold it as it was
+    given: verl cuts long ones, and a passage may hold the tag that ends a block.
+    """
+    if "tool_rewards" not in extra_info:  # both of verl's own agent loops set it
+        return None
+    handed = (extra_info.get("extras") or {}).get(HANDED) or []
+    text = _composed(text)
+    answers = []
+    for row in _with_room(handed, extra_info.get("num_turns")):
+        result = row["result"]
+        if not isinstance(result, str):
+            raise _Trouble("a search of this rollout was begun and has no answer")
+        answer, composed = {"query": _encodable(row["query"])}, _composed(result)
+        if f"<tool_response>\n{composed}\n</tool_response>" in text and CLOSING not in composed:
+            answer["sha256"] = hashlib.sha256(composed.strip().encode()).hexdigest()
+        else:
+            answer["result"] = result
+        answers.append(answer)
+    return answers
+
+
+def _composed(text: str) -> str:
+    """As tokenizers compose it."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _with_room(handed: list[dict[str, Any]], num_turns: Any) -> list[dict[str, Any]]:
+    """Those that verl put into the text. It leaves the last turn's out if they would pass the
+    response's limit, and then no turn follows; where it does not say how many turns there were, the
+    last ones count as left out.
+    """
+    if not handed:
+        return handed
+    assistant, user = last = handed[-1]["turns"]
+    if num_turns is not None and int(num_turns) > assistant + user + 1:
+        return handed
+    return [row for row in handed if row["turns"] != last]
+
+
+def _encodable(query: str) -> str:
+    """The sidecar knows a query that has no UTF-8 form as an empty one."""
+    try:
+        query.encode()
+    except UnicodeEncodeError:
+        return ""
+    return query
 
 
 def _rendered(text: str) -> tuple[str | None, str, str]:

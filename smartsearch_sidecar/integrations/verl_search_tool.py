@@ -29,6 +29,12 @@ after the first failure of a process:
 Leave ``trainer.v1.sampler.sync_refill_failed_groups`` off (the asynchronous modes ask for other
 prompts in any case, and stand still). Ask the gate before a checkpoint is accepted.
 
+What was answered goes to the reward beside the rollout's text: in ``extra_fields["extras"]`` of
+verl's agent loop, which the reward managers ``naive`` and ``remote`` hand on in ``extra_info``.
+With ``verl_reward.py`` as the reward, the sidecar judges the text's tool responses by it. The
+manager ``dapo`` drops it, and nothing is judged. ``extras`` is the one free key that every row of
+verl has: a key of our own, in some rows alone, breaks verl's joining of batches.
+
 An error of the policy is not a failure. An empty or missing query goes to the sidecar like any
 other and comes back as ``invalid query``, recorded.
 """
@@ -176,7 +182,7 @@ class _Failed:
             tell, self._told = latch and not self._told, self._told or latch
         if tell:
             # Best effort: this process refuses even if the sidecar does not get the request.
-            reason = {"reason": f"{self._caller}: {sentence}"}
+            reason = {"reason": f"{self._caller}: {sentence}", "by": "trainer"}
             with contextlib.suppress(_Trouble):
                 _ask(_url("internal_url", endpoints), "/latch", reason, LATCH_SECONDS)
         # `from None`: a traceback must not show the first exception, whose text may hold a rollout.
@@ -193,6 +199,9 @@ def _why(status: int, value: Any) -> str:
 # --- end of shared --------------------------------------------------------------------------------
 
 _FAILED = _Failed("the search tool")
+
+HANDED = "smartsearch_answers"
+"""The key within ``extras``; ``verl_reward.py`` reads it."""
 
 
 class _Threads(ThreadPoolExecutor):
@@ -225,6 +234,7 @@ class SidecarSearch:
         self._endpoints = config.get("endpoints")
         self._timeout = float(config.get("timeout_seconds", TIMEOUT_SECONDS))
         self._environment = str(config.get("environment", ENVIRONMENT))
+        self._unanswered: set[str] = set()
 
     @property
     def tool_schema(self) -> Any:
@@ -240,15 +250,26 @@ class SidecarSearch:
 
     async def create(self, instance_id: str | None = None, **_given: Any) -> tuple[str, Any]:
         """A call begins. Never raises: verl would make a message of it and not call ``release``."""
-        return instance_id or str(uuid4()), self._response()
+        instance_id = instance_id or str(uuid4())
+        self._unanswered.add(instance_id)
+        return instance_id, self._response()
 
     async def execute(
-        self, instance_id: str, parameters: Any, **_given: Any
+        self, instance_id: str, parameters: Any, *, agent_data: Any = None, **_given: Any
     ) -> tuple[Any, float, dict[str, Any]]:
         """The passages of a query. Raises ``RuntimeError`` if the sidecar gives no result."""
-        query = parameters.get("query") if isinstance(parameters, dict) else None
+        asked = parameters.get("query") if isinstance(parameters, dict) else None
+        query = asked if isinstance(asked, str) else ""
+        # Before the first await: verl begins the calls of a turn in their order, side by side.
+        handed = _place(agent_data, query)
         loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(_THREADS, self._search, query)
+        try:
+            text = await loop.run_in_executor(_THREADS, self._search, query)
+        except asyncio.CancelledError:
+            self._unanswered.discard(instance_id)  # verl gave the trajectory up
+            raise
+        handed["result"] = text
+        self._unanswered.discard(instance_id)
         return self._response(text=text), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **_given: Any) -> float:
@@ -258,10 +279,18 @@ class SidecarSearch:
     async def release(self, instance_id: str, **_given: Any) -> None:
         """A call ends. Raises after a failure, as ``execute`` does: verl lets this one pass."""
         _FAILED.refuse()
+        if instance_id in self._unanswered:
+            # What kept `execute` from running is a tool message by now.
+            self._unanswered.discard(instance_id)
+            await asyncio.get_running_loop().run_in_executor(_THREADS, self._never_asked)
 
-    def _search(self, query: Any) -> str:
+    def _never_asked(self) -> None:
+        with _FAILED.guarding("no search", self._endpoints):
+            raise _Trouble("verl ended a call without an answer: is this the verl it was made for?")
+
+    def _search(self, query: str) -> str:
         """The result of one search, in a thread. Any exception is this process's failure."""
-        call = f"wikipedia_search(query={query if isinstance(query, str) else ''!r}, top_n=5)"
+        call = f"wikipedia_search(query={query!r}, top_n=5)"
         with _FAILED.guarding("no search", self._endpoints):
             url = _url("sandbox_url", self._endpoints)
             body = {"env": self._environment, "call": call}
@@ -272,3 +301,18 @@ class SidecarSearch:
             if not isinstance(result, str):
                 raise _Trouble("got an answer without passages: is another program on this port?")
         return result
+
+
+def _place(agent_data: Any, query: str) -> dict[str, Any]:
+    """Where the answer of one call goes, among those of its trajectory in verl's agent loop.
+
+    ``turns`` are the assistant's and the environment's at this moment: they tell the reward whether
+    verl had room for the last answers. An agent loop without ``extra_fields`` hands on nothing.
+    """
+    turns = [int(getattr(agent_data, f"{whose}_turns", 0)) for whose in ("assistant", "user")]
+    handed = {"query": query, "turns": turns, "result": None}
+    fields = getattr(agent_data, "extra_fields", None)
+    if isinstance(fields, dict):
+        extras = fields.setdefault("extras", {})
+        extras.setdefault(HANDED, []).append(handed)
+    return handed

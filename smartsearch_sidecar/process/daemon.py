@@ -172,6 +172,7 @@ class Daemon:
         self.app.serve(
             ServedRun(
                 service=parts.service,
+                directory=self.files.directory,
                 scoring=parts.scoring,
                 observer=self.observer,
                 connections=lambda: edge.open,

@@ -13,6 +13,7 @@ from smartsearch_sidecar.contract.reward import RewardItem
 from smartsearch_sidecar.ledger.recorder import SharedQuota
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement
 from smartsearch_sidecar.reward.references import References
+from smartsearch_sidecar.reward.tool_answers import judge_tool_answers, why_broken
 from smartsearch_sidecar.run.record import RewardRequested
 
 
@@ -66,13 +67,15 @@ class Preparation:
                     f"a rollout of {size} bytes is over reward.max_input_bytes "
                     f"({self.section.max_input_bytes})"
                 )
-        lookup, judge = self.references.lookup, self.answers.judge
+        lookup = self.references.lookup
         located = [lookup(item.solution_str, item.ground_truth) for item in items]
         judgements: list[Judgement | None] = [None] * len(items)
         if self.section.provenance != "off":
-            judgements = [judge(item.solution_str) for item in items]
-        for judgement in judgements:
+            judgements = [self._judge(item) for item in items]
+        for item, judgement in zip(items, judgements, strict=True):
             if judgement and judgement.broken and self.section.provenance == "enforce":
+                if item.tool_answers is not None:
+                    raise errors.PROVENANCE_BROKEN(why_broken(judgement))
                 raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
                     "no answer of this run: the rollout met an error that never reached us (a "
@@ -82,6 +85,12 @@ class Preparation:
             Row(item, found.split, self._key(found.split, item), judgement)
             for item, found, judgement in zip(items, located, judgements, strict=True)
         ]
+
+    def _judge(self, item: RewardItem) -> Judgement:
+        if item.tool_answers is not None:
+            # Here `</search>` stops no generation: a result behind it is the policy's own text.
+            return judge_tool_answers(self.answers, item.solution_str, item.tool_answers)
+        return self.answers.judge(item.solution_str)
 
     def _key(self, split: str, item: RewardItem) -> str:
         """What must be the same for a score to be reused, as 32 hex digits."""

@@ -17,6 +17,7 @@ Apart from the daemon, its one user: routes here, the process there.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from smartsearch_sidecar.contract.json import strict_json
 from smartsearch_sidecar.contract.reward import RewardItem, parse_reward, parse_reward_batch
 from smartsearch_sidecar.gate.checkpoints import SETTLE_SECONDS, parse_checkpoint, take_checkpoint
 from smartsearch_sidecar.gate.health import health_report
+from smartsearch_sidecar.gate.receipts import compare
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring.service import Scoring, as_reward_failure
 from smartsearch_sidecar.search.service import search_many
@@ -56,6 +58,8 @@ SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 OPERATOR_BYTES_MAX = 65536  # a reason, a path
 ESCAPES = 2  # bytes of JSON per byte of text: quotes, newlines and what a client escapes besides
 REWARDS_BYTES_MAX = 256 * 1024 * 1024  # held in memory until the whole batch is in
+
+LATCHED_BY = {"operator": errors.OPERATOR.closes_as, "trainer": errors.TRAINER_REPORTED.closes_as}
 
 Handler = Callable[[EdgeRequest, Target], Awaitable[tuple[int, Any]]]
 
@@ -96,6 +100,7 @@ class App:
             ("status",): ("GET", self._status),
             ("latch",): ("POST", self._latch),
             ("checkpoints",): ("POST", self._checkpoint),
+            ("checkpoints", "verify"): ("POST", self._verify),
             ("reward",): ("POST", self._reward),
             ("reward", "batch"): ("POST", self._reward_batch),
         }
@@ -234,10 +239,13 @@ class App:
     async def _latch(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         run = self._ready.now()
         value = await self._operator_json(request)
-        reason = value.get("reason") if isinstance(value, dict) else None
-        if not isinstance(reason, str) or not reason.strip():
-            raise errors.OPERATOR_REQUEST('send {"reason": "why"}')
-        run.service.run.recorder.close_latch("operator", detail=reason)
+        asked = value if isinstance(value, dict) else {}
+        reason, cause = asked.get("reason"), LATCHED_BY.get(str(asked.get("by", "operator")))
+        if not isinstance(reason, str) or not reason.strip() or cause is None:
+            raise errors.OPERATOR_REQUEST(
+                'send {"reason": "why"}, and of a trainer "by": "trainer"'
+            )
+        run.service.run.recorder.close_latch(cause, detail=reason)
         await run.service.run.recorder.latch_durable()
         return 200, run.status()
 
@@ -249,6 +257,12 @@ class App:
             run.service, wanted, settle_seconds=seconds, cluster_run=run.cluster_run
         )
         return (201 if accepted else 409), answer
+
+    async def _verify(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
+        """Holds a receipt against the ledger. The run is not touched by it."""
+        run = self._ready.now()
+        receipt = await self._operator_json(request)
+        return 200, await asyncio.to_thread(compare, run.directory, receipt)
 
     async def _operator_json(self, request: EdgeRequest) -> Any:
         """An internal body. A slip in it must not close the latch under an edge refusal's name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
@@ -47,12 +48,13 @@ class ServedRun:
     """A claimed run and where its figures stand.
 
     ``scoring`` is there where rewards are on, ``cluster_run`` where the run has other nodes: then
-    what is said is said of the whole run. ``facts`` are its identities as claimed. ``connections``
-    counts the open ones; ``oldest_began`` is the loop time of the oldest unanswered rollout
-    request, infinite where every one is answered.
+    what is said is said of the whole run. ``directory`` holds its ledger. ``facts`` are its
+    identities as claimed. ``connections`` counts the open ones; ``oldest_began`` is the loop time
+    of the oldest unanswered rollout request, infinite where every one is answered.
     """
 
     service: Service
+    directory: Path
     scoring: Scoring | None
     observer: Observer
     connections: Callable[[], int]

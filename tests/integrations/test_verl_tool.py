@@ -3,68 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import pickle
 import subprocess
 import sys
-import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, Served, served
+from tests.fakes.tool_loop import FILE, ToolResponse, ToolSchema, tool_file
 from tests.fakes.until import until
 
-ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "smartsearch_sidecar" / "integrations" / "verl_search_tool.py"
 VARIABLE = "SMARTSEARCH_SIDECAR_ENDPOINTS"
-
-
-class ToolResponse(BaseModel):
-    """As verl has it, less images."""
-
-    text: str | None = None
-
-
-class FunctionSchema(BaseModel):
-    """The function that a policy is shown."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-
-
-class ToolSchema(BaseModel):
-    """As verl has it, less its inner models."""
-
-    type: str
-    function: FunctionSchema
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The file, loaded afresh as verl loads a tool's module, beside verl's own names."""
-    schemas = types.ModuleType("verl.tools.schemas")
-    schemas.ToolResponse = ToolResponse  # type: ignore[attr-defined]
-    schemas.OpenAIFunctionToolSchema = ToolSchema  # type: ignore[attr-defined]
-    for name in ("verl", "verl.tools"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "verl.tools.schemas", schemas)
-    spec = importlib.util.spec_from_file_location("verl_search_tool", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "verl_search_tool", loaded)
-    spec.loader.exec_module(loaded)
-    yield loaded
-    loaded._THREADS.shutdown()
+    with tool_file(monkeypatch) as loaded:
+        yield loaded
 
 
 @asynccontextmanager
@@ -296,7 +259,7 @@ async def test_a_failure_the_sidecar_cannot_see_closes_its_latch(
         path = endpoints(tmp_path / "other.json", sandbox_url=url, internal_url=internal)
         await expect_raised(module.SidecarSearch({"endpoints": path}), "another program")
         cause = (await run.health())[1]["cause"]
-        assert cause["cause"] == "operator"
+        assert cause["cause"] == "trainer_reported"
         assert cause["detail"].startswith("the search tool: no search: ")
 
 
