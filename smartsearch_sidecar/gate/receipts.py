@@ -19,8 +19,9 @@ import orjson
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import CLAIM
 from smartsearch_sidecar.ledger.reader import RunReader
+from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recovery import Ending, read_object
-from smartsearch_sidecar.ledger.verify import CheckpointReceipt, Verification, verify
+from smartsearch_sidecar.ledger.verify import Verification, verify
 from smartsearch_sidecar.run.line import claim_digest
 
 Answer = dict[str, str]

@@ -138,11 +138,11 @@ async def test_a_receipt_made_up_whole_is_not_loaded(
     """A run that no ledger knows vouches for nothing."""
     folder = tmp_path / "checkpoints"
     async with beside(tmp_path / "run", monkeypatch) as run:
-        await saved(run, folder, range(1, 2))
-        made_up = {"accepted": True, "step": 1, "head": "a" * 64, "claim_sha256": "b" * 64}
-        receipt_file(folder, 1).write_text(json.dumps({**made_up, "seq": 3}))
-        await expect_refused(folder, 1, "can be compared with no ledger: .*run.previous")
+        (receipt,) = await saved(run, folder, range(1, 2))
+        made_up = {**receipt, "head": "a" * 64, "claim_sha256": "b" * 64, "seq": 3}
         receipt_file(folder, 1).write_text(json.dumps(made_up))
+        await expect_refused(folder, 1, "can be compared with no ledger: .*run.previous")
+        receipt_file(folder, 1).write_text(json.dumps({**made_up, "seq": 0}))
         await expect_refused(folder, 1, "names no seq")
 
 
