@@ -41,17 +41,23 @@ if [[ -n ${SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL:-} ]] || grep -q '^\[cluster\]
         exec "$@"' one-of-the-run)
 fi
 
-# A job that was requeued finds its directory: what says ready must be of this time.
+# A job that was requeued finds its directory: what says ready must be of this time. No trainer is at
+# work meanwhile, which the sidecar is told: the one before ended with its job, what it had trained
+# since its last receipt went with it, and this one begins below.
 "${on_every_node[@]}" rm -f "$run/endpoints.json"
 "${on_every_node[@]}" "${coordinated[@]}" \
-    "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume &
+    "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume --trainer-stopped &
 sidecars=$!
 
 trainer=
 # shellcheck disable=SC2329 # called by the traps
 stop() {
     trap - EXIT TERM INT
-    if [[ -n $trainer ]]; then kill -TERM "$trainer" 2>/dev/null || true; fi
+    if [[ -n $trainer ]]; then
+        kill -TERM "$trainer" 2>/dev/null || true
+        # The trainer before its sidecars: what it asks at its end must not be refused.
+        timeout 60 tail --pid="$trainer" -f /dev/null || true
+    fi
     kill -TERM "$sidecars" 2>/dev/null || true
     # 4: a latch is closed, which the gate below has told already.
     wait "$sidecars" || true

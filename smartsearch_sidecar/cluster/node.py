@@ -25,7 +25,13 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster import join
 from smartsearch_sidecar.cluster.answer_digests import AnswerStream
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus, Connect
-from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, NodeRow, RunVerdict
+from smartsearch_sidecar.cluster.membership import (
+    HEARTBEATS,
+    Membership,
+    NodeRow,
+    RunVerdict,
+    said_by,
+)
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts, used_of
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus, canonical, read_canonical
@@ -38,6 +44,7 @@ STATE: Final = "state"
 CLAIM: Final = "claim"
 READ_SECONDS: Final = 600.0  # a late node reads all answers there are before it serves
 DETAIL_CHARACTERS: Final = 2000  # of a cause, where the others keep it
+GAPS_MAX: Final = 100  # of a node that was restarted more often, the last ones are named
 TICKS: Final = 2  # looks at the clock a heartbeat
 UNCONFIRMED_SHARE: Final = 0.6
 """Of lost_seconds: after so long without a state that the servers confirmed, this node counts
@@ -135,9 +142,15 @@ class Node:
         self._start("publishes its latch", self._publish_latch())
         if self.answers is not None:
             self._start("publishes answers", self.answers.run())
-        # Before it serves: a state of its last life must not stand for what it does now.
-        with contextlib.suppress(errors.ClusterUnreachable):
-            await self._publish_state()
+        # Before it serves: a state of its last life must not stand for what it does now. Where the
+        # servers stay away this node's own clock closes the latch, and it has nothing to serve.
+        while not local.state.closed:
+            try:
+                await self._publish_state()
+            except errors.ClusterUnreachable:
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return
 
     def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[what] = asyncio.create_task(work, name=f"the node {what}")
@@ -163,6 +176,8 @@ class Node:
             status = RunStatus.FAILED
         counts = {"answered": run.responses, "failed": run.failed}
         counts |= {"declined": run.declined, "lost": run.lost, **used_of(run)}
+        counts |= {f"blocks.{kind}": count for kind, count in run.scores.blocks().items()}
+        gaps = [gap.to_data(run.scores.judged_blocks) for gap in run.coverage.gaps[-GAPS_MAX:]]
         return NodeState(
             instance=self._instance,
             restarts=run.restarts,
@@ -174,6 +189,9 @@ class Node:
             seq=seq,
             head=head,
             cause=None if run.cause is None else run.cause.cause,
+            detail="" if run.cause is None else run.cause.detail[:DETAIL_CHARACTERS],
+            accepted_searches=run.coverage.searches,
+            gaps=tuple(gaps),
         )
 
     async def _publish_states(self) -> None:
@@ -223,7 +241,6 @@ class Node:
         detail = cause.detail[:DETAIL_CHARACTERS]
         value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
         await retry_forever(lambda: self.bus.update(LATCH, value, 0))
-        # After the key: a node that reads the state first could not say what the cause was about.
         self._publish_now.set()
 
     # --- receiving --------------------------------------------------------------------------------
@@ -238,7 +255,7 @@ class Node:
         try:
             if prefix == LATCH:
                 latch = read_canonical(value, "the run's latch")
-                self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
+                self._close(latch["cause"], said_by(latch["node"], latch["detail"]))
             elif prefix == CLAIM:
                 self.claims[name] = value.decode("ascii", "replace")
             elif prefix == join.REGISTERED:

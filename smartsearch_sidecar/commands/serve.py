@@ -40,14 +40,24 @@ def serve(
     resume: Annotated[
         bool, Option("--resume", help="Continue the run of an existing directory, or start it.")
     ] = False,
+    trainer_stopped: Annotated[
+        bool,
+        Option("--trainer-stopped", help="With --resume: no trainer was at work since the stop."),
+    ] = False,
     port: Annotated[int | None, Option(min=0, max=65535, help="0 takes any free port.")] = None,
 ) -> None:
     """Serve a run. Writes endpoints.json into the run directory when ready; SIGTERM drains.
 
-    Exit codes: 0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
+    A run that was asked before and is resumed after an orderly stop fails, unless it enforces
+    provenance or is told --trainer-stopped: what rollouts asked meanwhile was refused. Exit codes:
+    0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
     """
     from smartsearch_sidecar.process import daemon
 
+    if trainer_stopped and not resume:
+        raise errors.USAGE(
+            "--trainer-stopped says what was while a run was stopped: it goes with --resume"
+        )
     loaded = load(config, overrides={"run.directory": run_dir, "server.port": port})
     served: list[Service] = []
 
@@ -59,7 +69,13 @@ def serve(
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
     with verification() as progress:
-        code = daemon.serve_until_stopped(loaded, resume=resume, progress=progress, on_ready=ready)
+        code = daemon.serve_until_stopped(
+            loaded,
+            resume=resume,
+            trainer_stopped=trainer_stopped,
+            progress=progress,
+            on_ready=ready,
+        )
     if served and served[0].run.state.closed:
         _print_failed(served[0].run.state.cause)
     raise typer.Exit(code)

@@ -84,16 +84,18 @@ async def begin(
     found: Reopened | None,
     claim_facts: dict[str, Any],
     *,
+    trainer_stopped: bool = False,
     observer: Observer | None = None,
     join: Join | None = None,
     quota: SharedQuota | None = None,
 ) -> Run:
     """Claims a new run, or continues one, and returns it with its writer running.
 
-    ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, or
-    no end, closes the latch here, before anything can be asked. ``join`` comes before anything is
-    written. Raises ``RunDirectoryError`` where the directory was claimed for something else,
-    ``LedgerFailed`` where nothing can be recorded, and what ``join`` raises.
+    ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, no
+    end, or a gap that is neither judged nor excused by ``trainer_stopped`` closes the latch here,
+    before anything can be asked. ``join`` comes before anything is written. Raises
+    ``RunDirectoryError`` where the directory was claimed for something else, ``LedgerFailed`` where
+    nothing can be recorded, and what ``join`` raises.
     """
     previous = None
     fresh = found is None or not found.claim
@@ -126,12 +128,12 @@ async def begin(
     recorder = Recorder(state, writer)
     writer.start()
     try:
-        first = claimed(config, claim) if old is None else old.resumed()
-        await recorder.post_for_receipt(first)
+        resumed = None if old is None else old.resumed(trainer_stopped=trainer_stopped)
+        await recorder.post_for_receipt(resumed or claimed(config, claim))
         # Behind the first record: who finds the room and no record knows that a history is lost.
         await writer.in_turn(files.set_room_aside)
         if found is not None:
-            await _close_if_broken(recorder, found, config)
+            await _close_if_broken(recorder, found, config, trainer_stopped)
     except BaseException as exc:
         await writer.close()  # before the caller lets go of the files
         if isinstance(exc, OSError):
@@ -140,8 +142,12 @@ async def begin(
     return Run(state, recorder, writer, quota, heard)
 
 
-async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:
-    cause = found.cause(config.run.on_unclean_restart)
+async def _close_if_broken(
+    recorder: Recorder, found: Reopened, config: Config, trainer_stopped: bool
+) -> None:
+    cause = found.cause(
+        config.run.on_unclean_restart, judged=config.judged, trainer_stopped=trainer_stopped
+    )
     log = structlog.get_logger("opening")
     log.info("resumed", clean=found.clean, ending=found.ending.value, torn_bytes=found.torn_bytes)
     if cause is not None:

@@ -33,7 +33,10 @@ RECEIPT_FORMAT = 1
 """Of a receipt, stated in it. It grows when an older version would read a receipt wrongly."""
 
 # What the receipt of a checkpoint and its record both say.
-_RECEIPT_KEYS = ("step", "path", "manifest_sha256", "occurrence", "usage", "nodes")
+_RECEIPT_KEYS = (
+    *("step", "path", "manifest_sha256", "occurrence", "usage", "nodes"),
+    *("gaps", "searches", "idle", "result_blocks"),
+)
 
 
 @dataclass(frozen=True, slots=True)

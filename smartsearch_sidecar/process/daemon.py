@@ -34,6 +34,7 @@ from smartsearch_sidecar.ledger.file import ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
+from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
@@ -100,7 +101,7 @@ class Daemon:
 
     ``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test or a
     program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an existing
-    directory.
+    directory, and ``trainer_stopped`` says that no trainer was at work since it was stopped.
     """
 
     config: Config
@@ -108,6 +109,7 @@ class Daemon:
     disk: Disk | None = None
     provider: Provider | None = None
     resume: bool = False
+    trainer_stopped: bool = False
     progress: Progress | None = None
     on_ready: OnReady | None = None
     connect: Connect | None = None
@@ -258,9 +260,15 @@ class Daemon:
                 facts["reward"] = rewards.facts
                 await rewards.remember(None if found is None else files.directory, cluster_run)
             join = None if cluster_run is None else partial(cluster_run.join, facts)
-            observer = self.observer
             run = await begin(
-                files, config, found, facts, observer=observer, join=join, quota=cluster_run
+                files,
+                config,
+                found,
+                facts,
+                trainer_stopped=self.trainer_stopped,
+                observer=self.observer,
+                join=join,
+                quota=cluster_run,
             )
         except BaseException:
             if cluster_run is not None:
@@ -282,6 +290,7 @@ class Daemon:
     async def _wind_down(self, parts: Parts) -> None:
         run, slots, scoring = parts.run, parts.service.slots, parts.scoring
         self._log.info("stopping", in_service=slots.in_service, waiting=slots.waiting)
+        deaf_from = wall_clock()
         self._close_listeners()
         limit = self.config.execute.deadline_seconds + DRAIN_GRACE_SECONDS
         try:
@@ -301,7 +310,8 @@ class Daemon:
         if parts.cluster_run is not None:
             parts.cluster_run.ending()
         try:
-            await run.recorder.post_for_receipt(RunClosed(run.state.closed, run.state.usage()))
+            end = (run.state.closed, run.state.usage(), deaf_from, self.observer.asked)
+            await run.recorder.post_for_receipt(RunClosed(*end))
         except errors.LedgerFailed as failure:
             self._log.error("the end could not be recorded", reason=failure.message)
         if parts.cluster_run is not None:
@@ -342,6 +352,7 @@ def _service(
             deadline_seconds=execute.deadline_seconds,
             decline=execute.on_invalid_query == "decline",
             latch_undelivered=execute.on_undelivered == "latch",
+            emptied_share_max=config.retrieval.emptied_share_max,
         ),
         on_answer=on_answer,
     )
@@ -417,6 +428,7 @@ def serve_until_stopped(
     config: Config,
     *,
     resume: bool = False,
+    trainer_stopped: bool = False,
     progress: Progress | None = None,
     on_ready: OnReady | None = None,
     pretty_logs: bool = False,
@@ -424,7 +436,13 @@ def serve_until_stopped(
     """Runs a daemon on uvloop in this thread until SIGTERM or SIGINT; returns the exit code."""
 
     async def main() -> int:
-        daemon = Daemon(config, resume=resume, progress=progress, on_ready=on_ready)
+        daemon = Daemon(
+            config,
+            resume=resume,
+            trainer_stopped=trainer_stopped,
+            progress=progress,
+            on_ready=on_ready,
+        )
         configure_logs(daemon.secrets, pretty=pretty_logs)
         raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()

@@ -140,7 +140,7 @@ async def test_names_and_places_are_taken_once(tmp_path: Path) -> None:
         assert "as node b" in await refused(tmp_path, ground, "b")
         assert "node c is one too many" in await refused(tmp_path, ground, "c")
         assert (await second.health(5))[0] == 200
-    async with joined(tmp_path, ground, "b", 2, resume=True) as again:
+    async with joined(tmp_path, ground, "b", 2, resume=True, trainer_stopped=True) as again:
         assert again.service.run.state.restarts == 1
 
 
@@ -228,7 +228,9 @@ async def test_a_resumed_node_goes_on_with_its_lease(tmp_path: Path) -> None:
             bus_of(ground, "b").cut()  # nothing is given back
         held = leases(ground).of("b")["searches"]
         assert held == 2
-        async with joined(tmp_path, ground, "b", 2, resume=True, **keys) as again:
+        async with joined(
+            tmp_path, ground, "b", 2, resume=True, trainer_stopped=True, **keys
+        ) as again:
             assert (await again.execute("two"))[0] == 200
             assert again.service.run.state.attempts == 2
             assert leases(ground).taken("searches") <= 4

@@ -111,6 +111,7 @@ async def served(
     disk: Disk | None = None,
     config: Config | None = None,
     resume: bool = False,
+    trainer_stopped: bool = False,
     connect: Connect | None = None,
     **keys: Any,
 ) -> AsyncIterator[Served]:
@@ -122,6 +123,7 @@ async def served(
         disk=disk,
         provider=chosen,
         resume=resume,
+        trainer_stopped=trainer_stopped,
         connect=connect,
         on_ready=lambda endpoints, service: ready.set_result((endpoints, service)),
     )

@@ -227,7 +227,9 @@ class RunMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.loop.run_until_complete(guard.claim_identity())
         facts = {"retrieval": guard.identity, "retrieval_identity_sha256": guard.identity_sha256}
-        run = self.loop.run_until_complete(begin(self.files, CONFIG, found, facts))
+        run = self.loop.run_until_complete(
+            begin(self.files, CONFIG, found, facts, trainer_stopped=resume)
+        )
         self.service = Service(
             run=run,
             slots=Slots(SLOTS, ROOM),
@@ -237,6 +239,7 @@ class RunMachine(RuleBasedStateMachine):
                 deadline_seconds=DEADLINE_SECONDS,
                 decline=decline,
                 latch_undelivered=latch,
+                emptied_share_max=1.0,
             ),
         )
         self.cause = None
@@ -419,7 +422,7 @@ class RunMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.disk.held)
     def save_checkpoint(self, step: int) -> None:
         settled = self.service.run.state.settled and not self.live
-        wanted = CheckpointRequest(step, None, None)
+        wanted = CheckpointRequest(step, None, None, allow_idle=True)
         taken = self.run(take_checkpoint(self.service, wanted, settle_seconds=0.0))
         if not isinstance(taken, errors.LedgerFailed):
             accepted, receipt = taken
