@@ -117,6 +117,7 @@ def test_the_sidecar_is_native_and_probed_by_its_own_listener(
     config = configured(manifests, job, tmp_path)
     assert sidecar["restartPolicy"] == "Always"
     assert "--resume" in sidecar["args"]
+    assert "--trainer-stopped" not in sidecar["args"]  # the trainer is at work beside it
     assert sidecar["image"] == f"smartsearch-sidecar:{smartsearch_sidecar.__version__}"
     (port,) = sidecar["ports"]
     assert (port["containerPort"], config.server.probe_host) == (
@@ -399,6 +400,9 @@ def test_the_unit_resumes_and_never_restarts_a_failed_run() -> None:
     (command,) = service["ExecStart"]
     assert shlex.split(command)[1] == "serve"
     assert "--resume" in shlex.split(command)
+    # Nothing but a person knows whether the trainer stood still: the word comes for one start.
+    assert "--trainer-stopped" not in command
+    assert shlex.split(command)[-1] == f"${service['PassEnvironment'][0]}"
     assert service["Restart"] == ["on-failure"]
     assert service["RestartPreventExitStatus"] == ["2 4"]
     connections = load(
@@ -475,7 +479,7 @@ def slurm(
 ) -> subprocess.CompletedProcess[str]:
     """The script as the first node of a job runs it, with real sidecars."""
     programs = tmp_path / "bin"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     (programs / "srun").write_text(SRUN)
     (programs / "scontrol").write_text(SCONTROL)
     (programs / "sidecar").write_text(
@@ -592,6 +596,50 @@ def test_a_job_is_served_and_ends_in_order(tmp_path: Path) -> None:
     assert ended.stdout.count("healthy: 0 of 0 searches answered") == 2
     kinds = [record["kind"] for record in read_records(tmp_path / "runs" / "17")]
     assert kinds == ["run.claimed", "run.closed"]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(JOB_SECONDS)
+def test_a_requeued_job_goes_on(tmp_path: Path) -> None:
+    """Its trainer of the time before ended with the job: the sidecar is told so, and the run goes
+    on, with the gap in its journal.
+    """
+    trainer = """
+from smartsearch_sidecar.client import Client, find_endpoints
+env = "agentinputlab:smartsearch-fixed-wikipedia-v1"
+assert Client(find_endpoints(None).sandbox_url).execute("one more", env).status == 200
+"""
+    for times in (1, 2):
+        ended = slurm(tmp_path, sys.executable, "-c", trainer)
+        assert ended.returncode == 0, ended.stderr
+        assert f"healthy: {times} of {times} searches answered" in ended.stdout
+    records = read_records(tmp_path / "runs" / "17")
+    (resumed,) = (record["data"] for record in records if record["kind"] == "run.resumed")
+    assert (resumed["clean"], resumed["trainer_stopped"]) == (True, True)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(JOB_SECONDS)
+def test_a_job_ends_its_trainer_first(tmp_path: Path) -> None:
+    """What a trainer asks while it ends is answered: its sidecar is stopped after it."""
+    trainer = """
+import os, pathlib, signal, sys, time
+from smartsearch_sidecar.client import Client, find_endpoints
+def end(*_):
+    time.sleep(1)
+    env = "agentinputlab:smartsearch-fixed-wikipedia-v1"
+    answer = Client(find_endpoints(None).sandbox_url).execute("the last", env)
+    pathlib.Path(sys.argv[1]).write_text(str(answer.status))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    said = tmp_path / "said"
+    ended = slurm(tmp_path, sys.executable, "-c", trainer, str(said))
+    assert ended.returncode == 143, ended.stderr
+    assert said.read_text() == "200"
+    assert read_records(tmp_path / "runs" / "17")[-1]["kind"] == "run.closed"
 
 
 @pytest.mark.process

@@ -360,7 +360,7 @@ def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
         assert verify(tmp_path / "home" / name).ok
         assert (kinds(folder)[-1] == "run.closed") == (name != killed)
     files = [path for path in (tmp_path / "home" / killed).rglob("*") if path.is_file()]
-    assert sorted(path.name for path in files) == ["000001.jsonl", "claim.json"]
+    assert sorted(path.name for path in files) == ["000001.jsonl", "claim.json", "latch.room"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     with pytest.raises(Refused, match="File exists"):
         ray("collect", run="all", into=str(tmp_path / "home"))
