@@ -170,9 +170,9 @@ def restart_cause(
 
     While a process is down, calls that waited or are refused become rollout text. Only the reward's
     provenance can see that (``judged``), or the operator knows that no trainer was at work
-    (``trainer_stopped``). That word excuses an orderly stop alone: a crash comes at a moment that
-    nobody chose, and a trainer that was stopped after it had met it. A run that was never asked is
-    as one that has not begun: its trainer's gate has let nothing begin.
+    (``trainer_stopped``). That word excuses an orderly stop alone: the moment of a crash was not
+    chosen, and a trainer that was stopped after it had met it. A run that was never asked is as one
+    that has not begun: its trainer's gate has let nothing begin.
     """
     if not begun or closed:
         return None
@@ -248,7 +248,8 @@ class Reopened:
     that ``run.closed`` is the last record; ``unsettled`` are searches without settlement.
     ``latch_missing`` says that ``latch.json`` had to be written; ``latched`` is the cause that it
     named while the journal named no cause. ``torn_bytes`` were trimmed, and are in ``set_aside``.
-    ``deaf_from`` is when the process before this one took no connection any more, or wrote last.
+    ``deaf_from`` is when the process before this one took no connection any more, or wrote last;
+    ``trainer_stopped`` is ``serve --trainer-stopped``.
     """
 
     state: RunState
@@ -263,19 +264,20 @@ class Reopened:
     clean: bool
     unsettled: tuple[int, ...]
     deaf_from: str | None
+    trainer_stopped: bool
 
     @property
     def begun(self) -> bool:
         """Whether anything was recorded: otherwise the run begins now, with ``run.claimed``."""
         return self.seq > 0
 
-    def resumed(self, *, trainer_stopped: bool) -> RunResumed:
-        """The record of going on, now; ``trainer_stopped`` is ``serve --trainer-stopped``."""
+    def resumed(self) -> RunResumed:
+        """The record of going on, now."""
         aside = None if self.set_aside is None else self.set_aside.name
         found = (self.clean, self.ending.value, self.torn_bytes, aside, self.unsettled)
-        return RunResumed(*found, self.deaf_from, wall_clock(), trainer_stopped)
+        return RunResumed(*found, self.deaf_from, wall_clock(), self.trainer_stopped)
 
-    def cause(self, on_unclean: OnUnclean, *, judged: bool, trainer_stopped: bool) -> Cause | None:
+    def cause(self, on_unclean: OnUnclean, *, judged: bool) -> Cause | None:
         """Why the restart closes the latch, ``None`` where it does not, or it is closed already."""
         if self.state.closed or self.latched is not None:
             return self.latched
@@ -287,7 +289,7 @@ class Reopened:
             on_unclean=on_unclean,
             heard=self.state.coverage.heard,
             judged=judged,
-            trainer_stopped=trainer_stopped,
+            trainer_stopped=self.trainer_stopped,
         )
         if cause is None:
             return None
@@ -304,7 +306,9 @@ class Reopened:
         return Cause(cause, None, False, detail)
 
 
-def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
+def reopen(
+    files: RunFiles, *, trainer_stopped: bool = False, progress: Progress | None = None
+) -> Reopened:
     """Reads a locked run directory (``RunFiles.resume``) and makes it ready for the writer.
 
     Blocking; constant memory. Raises ``LedgerCorrupt`` where it holds no sound history, with
@@ -345,6 +349,7 @@ def reopen(files: RunFiles, *, progress: Progress | None = None) -> Reopened:
         clean=state.closed_cleanly,
         unsettled=tuple(sorted(state.searching)),
         deaf_from=_deaf_from(history),
+        trainer_stopped=trainer_stopped,
     )
 
 

@@ -39,19 +39,24 @@ Join = Callable[[bytes, bool], Awaitable[None]]
 
 
 def take_directory(
-    files: RunFiles, *, resume: bool, progress: Progress | None = None
+    files: RunFiles,
+    *,
+    resume: bool,
+    trainer_stopped: bool = False,
+    progress: Progress | None = None,
 ) -> Reopened | None:
     """Makes the directory, or reads the run in it; returns what was found there. Blocking.
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
-    command. Raises ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
+    command; ``trainer_stopped`` says that no trainer was at work since it was stopped. Raises
+    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged.
     """
     if not resume or not files.directory.exists():
         files.create()
         return None
     files.resume()
     try:
-        found = reopen(files, progress=progress)
+        found = reopen(files, trainer_stopped=trainer_stopped, progress=progress)
         files.remove(ENDPOINTS)  # a killed process left it, and its port may be another program's
         return found
     except BaseException as exc:
@@ -84,7 +89,6 @@ async def begin(
     found: Reopened | None,
     claim_facts: dict[str, Any],
     *,
-    trainer_stopped: bool = False,
     observer: Observer | None = None,
     join: Join | None = None,
     quota: SharedQuota | None = None,
@@ -92,10 +96,9 @@ async def begin(
     """Claims a new run, or continues one, and returns it with its writer running.
 
     ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, no
-    end, or a gap that is neither judged nor excused by ``trainer_stopped`` closes the latch here,
-    before anything can be asked. ``join`` comes before anything is written. Raises
-    ``RunDirectoryError`` where the directory was claimed for something else, ``LedgerFailed`` where
-    nothing can be recorded, and what ``join`` raises.
+    end, or a gap for which nothing answers closes the latch here, before anything can be asked.
+    ``join`` comes before anything is written. Raises what it raises, ``RunDirectoryError`` where
+    the directory was claimed for something else, ``LedgerFailed`` where nothing can be recorded.
     """
     previous = None
     fresh = found is None or not found.claim
@@ -128,12 +131,12 @@ async def begin(
     recorder = Recorder(state, writer)
     writer.start()
     try:
-        resumed = None if old is None else old.resumed(trainer_stopped=trainer_stopped)
-        await recorder.post_for_receipt(resumed or claimed(config, claim))
+        first = claimed(config, claim) if old is None else old.resumed()
+        await recorder.post_for_receipt(first)
         # Behind the first record: who finds the room and no record knows that a history is lost.
         await writer.in_turn(files.set_room_aside)
         if found is not None:
-            await _close_if_broken(recorder, found, config, trainer_stopped)
+            await _close_if_broken(recorder, found, config)
     except BaseException as exc:
         await writer.close()  # before the caller lets go of the files
         if isinstance(exc, OSError):
@@ -142,12 +145,8 @@ async def begin(
     return Run(state, recorder, writer, quota, heard)
 
 
-async def _close_if_broken(
-    recorder: Recorder, found: Reopened, config: Config, trainer_stopped: bool
-) -> None:
-    cause = found.cause(
-        config.run.on_unclean_restart, judged=config.judged, trainer_stopped=trainer_stopped
-    )
+async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:
+    cause = found.cause(config.run.on_unclean_restart, judged=config.judged)
     log = structlog.get_logger("opening")
     log.info("resumed", clean=found.clean, ending=found.ending.value, torn_bytes=found.torn_bytes)
     if cause is not None:

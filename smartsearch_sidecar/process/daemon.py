@@ -153,7 +153,11 @@ class Daemon:
             # Listening first: reading a long history or a large index must not silence `/livez`.
             port = await self._listen()
             found = await asyncio.to_thread(
-                take_directory, self.files, resume=self.resume, progress=self.progress
+                take_directory,
+                self.files,
+                resume=self.resume,
+                trainer_stopped=self.trainer_stopped,
+                progress=self.progress,
             )
             try:
                 parts = await self._assemble(found)
@@ -260,15 +264,9 @@ class Daemon:
                 facts["reward"] = rewards.facts
                 await rewards.remember(None if found is None else files.directory, cluster_run)
             join = None if cluster_run is None else partial(cluster_run.join, facts)
+            observer = self.observer
             run = await begin(
-                files,
-                config,
-                found,
-                facts,
-                trainer_stopped=self.trainer_stopped,
-                observer=self.observer,
-                join=join,
-                quota=cluster_run,
+                files, config, found, facts, observer=observer, join=join, quota=cluster_run
             )
         except BaseException:
             if cluster_run is not None:

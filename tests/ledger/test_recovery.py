@@ -120,14 +120,14 @@ def resumed(directory: Path, disk: Disk | None = None) -> Reopened:
     files = RunFiles(directory, disk=disk)
     files.resume()
     try:
-        return reopen(files)
+        return reopen(files, trainer_stopped=True)
     finally:
         files.close()
 
 
 def cause_of(found: Reopened, on_unclean: Any) -> Cause | None:
-    """Why the restart closes the latch, where the trainer is said to have stood still."""
-    return found.cause(on_unclean, judged=False, trainer_stopped=True)
+    """Why the restart closes the latch; ``resumed`` says that the trainer stood still."""
+    return found.cause(on_unclean, judged=False)
 
 
 def refused(run: Written, match: str) -> None:
@@ -178,7 +178,7 @@ def test_end_without_run_closed_is_unclean(tmp_path: Path) -> None:
     assert cause is not None
     assert (cause.cause, cause.number) == ("unclean_restart", None)
     assert cause_of(found, "report") is None
-    assert found.resumed(trainer_stopped=False).clean is False
+    assert found.resumed().clean is False
 
 
 def test_unsettled_searches_are_named(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_torn_line_is_set_aside_and_trimmed(run: Written) -> None:
     assert found.set_aside == run.directory / f"torn-000001-{len(whole)}.bin"
     assert found.set_aside.read_bytes() == torn
     assert run.segment.read_bytes() == whole
-    assert found.resumed(trainer_stopped=False).set_aside == found.set_aside.name
+    assert found.resumed().set_aside == found.set_aside.name
     assert resumed(run.directory).ending is Ending.CLEAN
 
 

@@ -220,16 +220,14 @@ class RunMachine(RuleBasedStateMachine):
         decline, latch, cache = self.keys
         self.disk, self.provider = MachineDisk(), MachineProvider()
         self.files = RunFiles(directory, disk=self.disk)
-        found = take_directory(self.files, resume=resume)
+        found = take_directory(self.files, resume=resume, trainer_stopped=resume)
         self.disk.synced.update(self._sizes(synced=False))  # all of it, once it was reopened
         guard = Guard(
             self.provider, top_n=5, retries=1, drop_tagged=True, watch_drift=False
         )  # fmt: skip
         self.loop.run_until_complete(guard.claim_identity())
         facts = {"retrieval": guard.identity, "retrieval_identity_sha256": guard.identity_sha256}
-        run = self.loop.run_until_complete(
-            begin(self.files, CONFIG, found, facts, trainer_stopped=resume)
-        )
+        run = self.loop.run_until_complete(begin(self.files, CONFIG, found, facts))
         self.service = Service(
             run=run,
             slots=Slots(SLOTS, ROOM),
