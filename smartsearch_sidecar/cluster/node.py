@@ -88,6 +88,7 @@ class Node:
         self._fresh = False
         self._beat = 0
         self._ended = False
+        self._deaf_from: str | None = None
         self._confirmed_at = self.now()
         self._publish_now = asyncio.Event()
         self._failure: Cause | None = None  # what failed before there was a latch to close
@@ -189,7 +190,8 @@ class Node:
             seq=seq,
             head=head,
             cause=None if run.cause is None else run.cause.cause,
-            detail="" if run.cause is None else run.cause.detail[:DETAIL_CHARACTERS],
+            detail="" if run.cause is None else _detail(run.cause),
+            deaf_from=self._deaf_from,
             accepted_searches=run.coverage.searches,
             gaps=tuple(gaps),
         )
@@ -238,9 +240,9 @@ class Node:
         cause = local.state.cause
         if cause is None:
             raise errors.INTERNAL_ERROR("a closed latch has no cause")
-        detail = cause.detail[:DETAIL_CHARACTERS]
-        value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
-        await retry_forever(lambda: self.bus.update(LATCH, value, 0))
+        value = {"node": self.name, "cause": cause.cause, "detail": _detail(cause)}
+        key = canonical(value)
+        await retry_forever(lambda: self.bus.update(LATCH, key, 0))
         self._publish_now.set()
 
     # --- receiving --------------------------------------------------------------------------------
@@ -379,9 +381,11 @@ class Node:
 
     # --- leaving ----------------------------------------------------------------------------------
 
-    def ending(self) -> None:
-        """Before the last record: from now on nothing closes this node's latch."""
-        self._ended = True
+    def ending(self, deaf_from: str | None) -> None:
+        """Before the last record: from now on nothing closes this node's latch. ``deaf_from`` as
+        in ``NodeState``.
+        """
+        self._ended, self._deaf_from = True, deaf_from
 
     async def leave(self) -> None:
         """After the run's last record: returns what was leased and not used, and publishes that
@@ -431,6 +435,11 @@ class Node:
         if self._local is None:
             raise errors.INTERNAL_ERROR("the node was asked before its run had begun")
         return self._local
+
+
+def _detail(cause: Cause) -> str:
+    """As the other nodes keep it: bounded, and with a UTF-8 form."""
+    return cause.detail.encode("utf-8", "backslashreplace").decode()[:DETAIL_CHARACTERS]
 
 
 async def retry_forever(call: Callable[[], Awaitable[object]]) -> None:

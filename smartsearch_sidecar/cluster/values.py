@@ -112,6 +112,7 @@ class NodeState:
     head: str  # the sum of that record
     cause: str | None = None  # why it failed; present exactly where ``status`` is ``failed``
     detail: str = ""  # of that cause
+    deaf_from: str | None = None  # of one that has ended and was asked before: took no call since
     accepted_searches: int = 0  # of all nodes, at the last checkpoint that this one accepted
     gaps: Sequence[Mapping[str, Any]] = ()  # the last of this journal, as receipts name them
 
@@ -134,7 +135,15 @@ class NodeState:
         what = "a node's state"
         value = read_object(data, what, {field.name for field in fields(cls)})
         cause = "" if value["cause"] is None else value["cause"]
-        texts = (value["instance"], value["head"], value["status"], cause, value["detail"])
+        deaf_from = "" if value["deaf_from"] is None else value["deaf_from"]
+        texts = (
+            value["instance"],
+            value["head"],
+            value["status"],
+            cause,
+            value["detail"],
+            deaf_from,
+        )
         flags = (value["ended"], value["admitted"])
         if any(type(text) is not str for text in texts) or type(value["counts"]) is not dict:
             raise unreadable(what, "a text or the counts are of the wrong type")

@@ -106,7 +106,8 @@ def _notes(value: dict[str, Any]) -> Iterator[str]:
         told = "the trainer stood still" if gap["trainer_stopped"] else "what was asked was refused"
         where = f"node {gap['node']}: " if "node" in gap else ""
         judged = f"{gap['judged_blocks']:,} result blocks judged since"
-        yield f"{where}not served from {gap['from']} to {gap['to']} ({told}; {judged})"
+        until = gap["to"] or "now"
+        yield f"{where}not served from {gap['from']} to {until} ({told}; {judged})"
     broken = said.get("result_blocks", {}).get("broken", 0)
     if broken:
         yield f"{broken:,} result blocks of scored rollouts are no answer of this run"

@@ -41,7 +41,9 @@ def covered(state: RunState) -> Covered:
 
 
 def pending(service: Service) -> bool:
-    """Whether anything is in flight: a request, a search, a score, a record."""
+    """Whether anything is in flight: a request, a search, a score, a record, the run's own end."""
+    if service.stopping:
+        return True
     return not (service.slots.idle and service.run.state.settled and service.run.writer.idle)
 
 

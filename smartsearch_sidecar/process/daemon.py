@@ -289,6 +289,7 @@ class Daemon:
         run, slots, scoring = parts.run, parts.service.slots, parts.scoring
         self._log.info("stopping", in_service=slots.in_service, waiting=slots.waiting)
         deaf_from = wall_clock()
+        parts.service.stopping = True
         self._close_listeners()
         limit = self.config.execute.deadline_seconds + DRAIN_GRACE_SECONDS
         try:
@@ -305,10 +306,12 @@ class Daemon:
             await parts.close()
         except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
+        asked = self.observer.asked
+        parts.service.stopping = False
         if parts.cluster_run is not None:
-            parts.cluster_run.ending()
+            parts.cluster_run.ending(deaf_from if asked or run.state.coverage.heard else None)
         try:
-            end = (run.state.closed, run.state.usage(), deaf_from, self.observer.asked)
+            end = (run.state.closed, run.state.usage(), deaf_from, asked)
             await run.recorder.post_for_receipt(RunClosed(*end))
         except errors.LedgerFailed as failure:
             self._log.error("the end could not be recorded", reason=failure.message)

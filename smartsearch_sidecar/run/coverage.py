@@ -20,13 +20,14 @@ EMPTIED_LEAST: Final = 20  # emptied ones among them: some articles are about ta
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """``began`` and ``ended`` are wall-clock times; ``clean``: ``run.closed`` stood before it;
-    ``trainer_stopped``: the resume was told that the trainer stood still; ``judged_before``: result
-    blocks that had been judged by then.
+    """``began`` and ``ended`` are wall-clock times, ``ended`` is ``None`` while it lasts.
+
+    ``clean``: ``run.closed`` stood before it; ``trainer_stopped``: the resume was told that the
+    trainer stood still; ``judged_before``: result blocks that had been judged by then.
     """
 
     began: str | None
-    ended: str
+    ended: str | None
     clean: bool
     trainer_stopped: bool | None
     judged_before: int

@@ -98,6 +98,8 @@ class Service:
     retrieval: CachedSearch
     policy: ServicePolicy
     on_answer: Callable[[str], None] | None = None
+    stopping: bool = False
+    """No connection is taken any more: until the run has ended, what is asked of it is refused."""
 
     def __post_init__(self) -> None:
         self._state = self.run.state

@@ -412,7 +412,7 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
     said = state("b", 4, RunStatus.FAILED)
     assert said.encode() == (
         b'{"accepted_searches":0,"admitted":true,"beat":4,"cause":"deadline",'
-        b'"counts":{"retrieval_attempts":3},"detail":"","ended":false,"gaps":[],'
+        b'"counts":{"retrieval_attempts":3},"deaf_from":null,"detail":"","ended":false,"gaps":[],'
         b'"head":"' + b"ab" * 32 + b'","instance":"run of b","restarts":0,"seq":7,'
         b'"status":"failed"}'
     )
@@ -444,6 +444,7 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
         (b'{"accepted', b'{"a":1,"accepted'),
         (b'"accepted_searches":0', b'"accepted_searches":-1'),
         (b'"detail":""', b'"detail":null'),
+        (b'"deaf_from":null', b'"deaf_from":1'),
         (b'"gaps":[]', b'"gaps":{}'),
         (b'"gaps":[]', b'"gaps":[1]'),
     ],

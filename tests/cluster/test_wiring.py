@@ -254,7 +254,7 @@ async def test_what_is_heard_at_the_end_changes_no_record(tmp_path: Path) -> Non
     async with cluster(tmp_path, 2, ground=ground) as (first, second):
         cluster_run = second.service.run.quota
         assert isinstance(cluster_run, ClusterRun)
-        cluster_run.ending()
+        cluster_run.ending(None)
         await first.internal("POST", "/latch", {"reason": "enough"})
         await until(lambda: "latch" in ground.keys)
         await asyncio.sleep(0.05)

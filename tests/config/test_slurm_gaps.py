@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -29,6 +30,45 @@ assert Client(find_endpoints(None).sandbox_url).execute("one more", env).status 
     records = read_records(tmp_path / "runs" / "17")
     (resumed,) = (record["data"] for record in records if record["kind"] == "run.resumed")
     assert (resumed["clean"], resumed["trainer_stopped"]) == (True, True)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(JOB_SECONDS)
+def test_a_trainer_that_outlived_its_sidecars(tmp_path: Path) -> None:
+    """All of a job is signalled at once, and its trainer does not end: it asks, is refused, and the
+    requeued job does not say that it stood still.
+    """
+    trainer = """
+import os, signal, time
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.client import Client, find_endpoints
+env = "agentinputlab:smartsearch-fixed-wikipedia-v1"
+client = Client(find_endpoints(None).sandbox_url)
+assert client.execute("one", env).status == 200
+sidecar = int(open(os.environ["SIDECAR_PID_FILE"]).read())
+os.kill(sidecar, signal.SIGTERM)
+while True:
+    try:
+        client.execute("in the gap", env)
+    except errors.Unreachable:
+        break
+os.kill(os.getppid(), signal.SIGKILL)
+"""
+    runs = tmp_path / "runs"
+    watched = {"SIDECAR_PID_FILE": str(tmp_path / "pid")}
+    told = """
+import json, pathlib, sys
+found = json.loads((pathlib.Path(sys.argv[1]) / "17" / "endpoints.json").read_bytes())
+pathlib.Path(sys.argv[2]).write_text(str(found["pid"]))
+"""
+    note = f"{shlex.join([sys.executable, '-c', told, str(runs), watched['SIDECAR_PID_FILE']])}"
+    script = f"{note} && exec {shlex.join([sys.executable, '-c', trainer])}"
+    slurm(tmp_path, "bash", "-c", script, given=watched)
+    assert read_records(runs / "17")[-1]["kind"] == "run.closed"
+    assert (runs / "17.training").exists()
+    ended = slurm(tmp_path, "true")
+    assert ended.returncode == 1
+    assert "failed: unjudged_restart" in ended.stdout
 
 
 @pytest.mark.process

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from smartsearch_sidecar import errors
@@ -28,6 +29,7 @@ from tests.fakes.helper import FakeHelper
 from tests.fakes.native_client import ask
 from tests.fakes.nats_cluster import free_ports
 from tests.fakes.process import DaemonProcess, running, start
+from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import QUESTION, rewarded
 from tests.fakes.served import EXECUTE_CAPABILITY, INTERNAL_CAPABILITY, read_records, served
 from tests.fakes.until import until, wait_until
@@ -314,6 +316,56 @@ async def test_a_receipt_names_the_gaps_of_every_node(tmp_path: Path, helper: Fa
             assert (receipt["accepted"], receipt.get("gaps")) == (True, None)
         assert await first.stop() == 0
     assert (await asyncio.to_thread(verify, first.directory)).ok
+
+
+async def test_a_node_that_ended_is_a_gap_that_lasts(tmp_path: Path, helper: FakeHelper) -> None:
+    """Its rollouts may go on asking. Where each block is judged, receipts name the gap; where not,
+    the run waits for the node, and says so.
+    """
+    ground = Ground()
+    async with scoring(tmp_path, ground, helper, "a") as first:
+        async with scoring(tmp_path, ground, helper, "b") as second:
+            assert (await second.execute("one"))[0] == 200
+            assert await second.stop() == 0
+        _, receipt = await first.internal("POST", "/checkpoints?settle=5", {"step": 1})
+        (gap,) = receipt["gaps"]
+        (end,) = of_kind(second.directory, "run.closed")
+        assert (gap["node"], gap["from"], gap["to"]) == ("b", end["deaf_from"], None)
+    ground = Ground()
+    async with joined(tmp_path, ground, "c", 2) as first:
+        async with joined(tmp_path, ground, "d", 2) as second:
+            assert (await second.execute("one"))[0] == 200
+            assert (await first.health(5))[0] == 200
+            assert await second.stop() == 0
+        status, report = await first.health(1)
+        assert (status, report["state"]) == (503, "pending")
+        assert "node d has ended" in report["cluster"]["detail"]
+        assert (await first.internal("POST", "/checkpoints?settle=0", {"step": 1}))[0] == 409
+        again: dict[str, Any] = {"resume": True, "trainer_stopped": True}
+        async with joined(tmp_path, ground, "d", 2, **again):
+            assert (await first.internal("POST", "/checkpoints?settle=5", {"step": 1}))[0] == 201
+
+
+async def test_no_checkpoint_while_the_run_stops(tmp_path: Path) -> None:
+    """From the moment on which no connection is taken, a checkpoint that is under way is not
+    accepted: rollouts beside it are refused already.
+    """
+    provider = FakeProvider()
+    async with served(tmp_path / "run", provider=provider) as run:
+        assert (await run.execute("one"))[0] == 200
+        provider.gate = asyncio.Event()
+        asking = asyncio.create_task(run.execute("held"))
+        await until(lambda: provider.under_way == 1)
+        taking = asyncio.create_task(run.internal("POST", "/checkpoints?settle=30", {"step": 1}))
+        await until(lambda: run.daemon.observer.requests["execute", "ok"] == 1)
+        stopping = asyncio.create_task(run.stop())
+        await until(lambda: run.service.stopping)
+        provider.gate.set()
+        assert (await asking)[0] == 200
+        with pytest.raises(aiohttp.ClientError):
+            await taking
+        assert await stopping == 0
+    assert not of_kind(run.directory, "checkpoint.accepted")
 
 
 async def test_one_node_that_is_not_told_fails_the_run(tmp_path: Path) -> None:
