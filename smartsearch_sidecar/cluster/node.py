@@ -145,13 +145,14 @@ class Node:
             self._start("publishes answers", self.answers.run())
         # Before it serves: a state of its last life must not stand for what it does now. Where the
         # servers stay away this node's own clock closes the latch, and it has nothing to serve.
-        while not local.state.closed:
+        while True:
             try:
                 await self._publish_state()
-            except errors.ClusterUnreachable:
-                await asyncio.sleep(RETRY_SECONDS)
-            else:
                 return
+            except errors.ClusterUnreachable:
+                if local.state.closed:
+                    return
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[what] = asyncio.create_task(work, name=f"the node {what}")

@@ -130,8 +130,7 @@ def checkpoint(
     """Have a checkpoint accepted, and keep its receipt: exit 0 accepted, 1 refused, 2 unreachable.
 
     A checkpoint without any search since the last one is refused: rollouts that ask a wrong address
-    look just so. `ledger verify RUN --receipt FILE` proves
-    later which history the checkpoint was trained on.
+    look just so. `ledger verify RUN --receipt FILE` proves later which history it was trained on.
     """
     wanted = {"step": step, "path": path, "manifest_sha256": manifest_sha256}
     wanted |= {"allow_idle": allow_idle or None}

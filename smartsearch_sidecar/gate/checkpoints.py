@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.gate.health import check, counts, covered
+from smartsearch_sidecar.gate.health import Covered, check, counts, covered
 from smartsearch_sidecar.ledger.verify import RECEIPT_FORMAT
 from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
@@ -82,29 +82,28 @@ async def take_checkpoint(
     """
     state, recorder = service.run.state, service.run.recorder
     about: dict[str, Any] = {}
-    nodes: dict[str, Any] | None = None
-    if cluster_run is None:
-        status = await check(service, settle_seconds)
-        found = covered(state)
-    else:
+
+    async def look() -> tuple[str, Covered, dict[str, Any] | None]:
+        if cluster_run is None:
+            return await check(service, settle_seconds), covered(state), None
         status, about["cluster"], nodes = await cluster_run.verdict(service, settle_seconds)
-        found = cluster_run.covered(service)
+        return status, cluster_run.covered(service), nodes
+
+    status, found, nodes = await look()
     read_back = 0
     if status == "healthy" and not found.unaccepted and not wanted.allow_idle:
         status = IDLE
         about["reason"] = _idle_reason(found.accepted_searches)
     elif status == "healthy":
         read_back = await service.run.writer.read_back()
-        status = await check(service, settle_seconds)
-    # Nothing is awaited between the check and the record: what was checked is what is recorded.
+        status, found, nodes = await look()
+    # Nothing is awaited between the look and the record: what was seen is what is recorded.
     if status != "healthy":
         number = state.checkpoints_refused + 1
         refused = CheckpointRefused(number=number, **wanted.named(), state=status)
         await recorder.post_for_receipt(refused)
         reply = {"accepted": False, "step": wanted.step, "state": status}
         return False, {**reply, **counts(service), **about}
-    if cluster_run is None:
-        found = covered(state)
     accepted = CheckpointAccepted(
         number=state.checkpoints_accepted + 1,
         **wanted.named(),

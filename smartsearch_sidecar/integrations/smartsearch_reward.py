@@ -342,8 +342,10 @@ def _take_receipt(step: int, folder: str, allow_idle: bool = ALLOW_IDLE) -> Any:
     status, value = _ask(_url("internal_url"), path, wanted, 2 * SETTLE_SECONDS)
     if status == 409 and isinstance(value, dict):
         # The sidecar has recorded its refusal, and work in flight is no failure.
-        cause = value.get("cause") or {"cause": "work in flight", "detail": "nothing has failed"}
-        why = value.get("reason") or f"{cause.get('cause')}: {cause.get('detail')}"
+        cause, cluster = value.get("cause"), value.get("cluster") or {}
+        why = value.get("reason") or cluster.get("detail") or "work in flight: nothing has failed"
+        if cause:
+            why = f"{cause.get('cause')}: {cause.get('detail')}"
         raise _Refusal(f"the run is {value.get('state')}, {why}")
     if status != 201 or not _is_receipt(value, step):
         raise _Trouble(_why(status, value))
