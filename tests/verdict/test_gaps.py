@@ -22,7 +22,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Answered
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt, verify
 from tests.cluster.test_rewards import scoring
-from tests.fakes import rollouts
+from tests.fakes import journals, rollouts
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import joined
 from tests.fakes.helper import FakeHelper
@@ -290,6 +290,32 @@ async def test_every_gap_is_named_until_a_checkpoint_is_accepted(tmp_path: Path)
     named = [(gap["from"], gap["to"]) for gap in receipt["gaps"]]
     assert named == [(data["gap_from"], data["gap_to"]) for data in resumed]
     assert len(named) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gaps", []), ("searches", 2), ("result_blocks", {"judged": 1, "policy": 0, "broken": 0})],
+)
+def test_a_record_that_states_otherwise_is_no_history(tmp_path: Path, key: str, value: Any) -> None:
+    """What an accepted checkpoint says of gaps, searches and blocks is what the records before it
+    come to; one that does not say it, as of an older version, is read.
+    """
+    times = {"gap_from": journals.AT, "gap_to": journals.AT, "trainer_stopped": True}
+    kind, number, data = journals.resumed()
+    usage = {"retrieval_attempts": 1, "retrieval_responses": 1}
+    accepted = {"step": 1, "path": None, "manifest_sha256": None, "occurrence": 1, "usage": usage}
+    gap = {"from": journals.AT, "to": journals.AT, "clean": True, "trainer_stopped": True}
+    right = {
+        "gaps": [{**gap, "judged_blocks": 0}],
+        "searches": 1,
+        "result_blocks": {"judged": 0, "policy": 0, "broken": 0},
+    }
+    before = [*journals.searches(1), journals.closed(1), (kind, number, {**data, **times})]
+    for name, said in {"right": right, "silent": {}, "wrong": {**right, key: value}}.items():
+        event = ("checkpoint.accepted", 1, {**accepted, **said})
+        found = verify(journals.write_run(tmp_path / name, [*before, event]).directory)
+        assert (found.problem is None) == (name != "wrong")
+        assert name != "wrong" or f"states other {key} than" in str(found.problem)
 
 
 # --- many nodes -----------------------------------------------------------------------------------

@@ -143,6 +143,14 @@ async def test_resumed_run_says_where_its_figures_begin(tmp_path: Path, page: Pa
         assert "This run was resumed at " in told
         assert "smartsearch-sidecar ledger show" in told
         assert await rows(page, "#recent") == ["None since this run was resumed."]
+        resumed = run.records()[-1]["data"]
+        between = f"{resumed['gap_from']} to {resumed['gap_to']}, the trainer stood still"
+        assert between in await page.text("#facts")
+        assert "No search since the last checkpoint" in await page.text("#verdict")
+        await run.execute("after the stop")
+        await page.until(
+            "document.getElementById('verdict').innerText.includes('would be accepted now')"
+        )
         await run.internal("POST", "/latch", {"reason": "enough"})
         await page.until(f"{WORD} === 'Failed'")
         assert "before this process started" in await page.text("#accepted")
