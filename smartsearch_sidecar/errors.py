@@ -408,6 +408,14 @@ DOCUMENT_DRIFT = Failure(
     "A document has other contents than earlier in this run: the retriever's corpus was changed, "
     "or several retrievers with different ones answer in turn.",
 )
+ANSWERS_EMPTIED = Failure(
+    RetrievalError,
+    _RETRIEVAL_FAILED,
+    "answers_emptied",
+    "Too many answers lost every passage to a protocol tag, so rollouts got nothing: look at them "
+    "with `ledger show --kind retrieval.answered`, and take the tags out of the corpus or raise "
+    "retrieval.emptied_share_max.",
+)
 DEADLINE_PASSED = _ends(
     Told("deadline", 504, "The search was still running at its deadline."),
     "A search took too long: see whether the retriever or this machine is overloaded; "
@@ -452,6 +460,12 @@ UNCLEAN_RESTART = _ends(
     Told("unclean_restart"),
     "The process died and came back: rollouts that asked meanwhile met an error as text. Find "
     "out why it died.",
+)
+UNJUDGED_RESTART = _ends(
+    Told("unjudged_restart"),
+    "The run was stopped in order and went on, and a trainer may have asked meanwhile: its "
+    "rollouts then hold an error as text. Stop the trainer before its sidecar and say so "
+    "(`serve --resume --trainer-stopped`), or let reward.provenance enforce what is trained on.",
 )
 # Both by `POST /latch`: a person's word, and that of a file of `integrations/`.
 OPERATOR = _ends(Told("operator"), "Somebody closed this run by hand: the reason is in the detail.")

@@ -31,6 +31,10 @@ ROLLOUT_SEARCHES: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0)
 RECENT_REQUESTS: Final = 50
 USUAL: Final = frozenset({"miss", "shared", "hit", "declined"})  # outcomes that are no failure
 RECENT_CHECKPOINTS: Final = 20
+# Routes that say nothing of a trainer: a stranger, an orchestrator, the operator and Prometheus.
+LOOKED_ONLY: Final = frozenset(
+    {"unknown", "probe", "page", "events", "recent", "metrics", "status"}
+)
 PREFIX: Final = "smartsearch_"
 
 
@@ -71,6 +75,8 @@ TABLE: Final = (
     _row("declined_total", "counter", "Queries answered `invalid query`.", "reason"),
     _row("declined_share", "gauge", "Declined queries as a share of declined and admitted ones."),
     _row("passages_dropped_total", "counter", "Passages left out for a protocol tag."),
+    _row("answers_emptied_total", "counter", "Answers that lost every passage to a tag."),
+    _row("answers_emptied_share", "gauge", "Of the last 200 searches that repeated no other."),
     _row("answers_lost_total", "counter", "Answers whose client had gone."),
     # --- rewards
     _row("score_attempts_total", "counter", "Rollouts admitted for a score.", "split"),
@@ -95,6 +101,7 @@ TABLE: Final = (
     _row("latch_closed", "gauge", "1 once the run has failed."),
     _row("latch_cause", "gauge", "1 for the first cause of a failed run.", "cause"),
     _row("checkpoints_total", "counter", "Checkpoints asked for.", "outcome"),
+    _row("searches_unaccepted", "gauge", "Searches since the last accepted checkpoint."),
     _row("restarts_total", "counter", "Times this run was resumed."),
     # --- the ledger
     _row("ledger_records_total", "counter", "Records of the run on the medium."),
@@ -190,6 +197,11 @@ class Observer:
             step = self._STEPS.get(type(record))
             if step is not None:
                 step(self, record)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a rollout, a trainer or its gate has asked this process anything."""
+        return any(route not in LOOKED_ONLY for route, _ in self.requests)
 
     def oldest_score(self) -> float:
         """Age in seconds of the oldest unsettled score; 0 where every score is settled."""

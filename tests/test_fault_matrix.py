@@ -271,7 +271,7 @@ async def test_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: F
     async with served(directory, provider=fault.provider(), disk=fault.disk(), **fault.keys) as run:
         await hold(run, fault)
     await asyncio.to_thread(check_files, directory, fault)
-    async with served(directory, resume=True, **fault.keys) as run:
+    async with served(directory, resume=True, trainer_stopped=True, **fault.keys) as run:
         _, health = await run.health()
         expected = fault.restarts_as or fault.cause
         assert (health["cause"] and health["cause"]["cause"]) == expected
@@ -296,7 +296,7 @@ async def hold(run: Served, fault: Fault) -> None:
     assert health["refused"] == fault.counted
     assert state.settled
     assert run.service.slots.idle
-    status, _ = await run.internal("POST", "/checkpoints", {"step": 1})
+    status, _ = await run.internal("POST", "/checkpoints", {"step": 1, "allow_idle": True})
     assert status == (201 if fault.cause is None else 503 if fault.restarts_as else 409)
     if fault.cause is not None:
         assert (await ask(run, "after the failure"))[0] in (502, 503)

@@ -181,7 +181,7 @@ async def test_disk_that_goes_while_a_run_begins(tmp_path: Path) -> None:
         begun = await served_and_stopped(directory, disk=disk)
         assert isinstance(begun, dict) or "Input/output error" in begun
         expected = await asyncio.to_thread(found_cause, directory)
-        after = await served_and_stopped(directory, resume=True)
+        after = await served_and_stopped(directory, resume=True, trainer_stopped=True)
         assert isinstance(after, dict), after
         assert (after["cause"] and after["cause"]["cause"]) == expected
         if not disk.struck:
@@ -201,7 +201,7 @@ async def test_disk_that_goes_while_a_run_is_served(tmp_path: Path) -> None:
             assert await run.stop() == 4
         recorded = [data["documents"][0]["id"].partition("#")[0] for data in answered(directory)]
         assert recorded[: len(told)] == told
-        after = await served_and_stopped(directory, resume=True)
+        after = await served_and_stopped(directory, resume=True, trainer_stopped=True)
         assert isinstance(after, dict), after
         assert after["cause"] is not None
         if not disk.struck:
@@ -224,10 +224,12 @@ async def test_disk_that_goes_while_a_run_is_resumed(tmp_path: Path) -> None:
         directory, disk = tmp_path / str(nth), NthCallFails(nth)
         shutil.copytree(torn, directory)
         segment = directory / "journal" / "000001.jsonl"
-        begun = await served_and_stopped(directory, disk=disk, resume=True, **keys)
+        begun = await served_and_stopped(
+            directory, disk=disk, resume=True, trainer_stopped=True, **keys
+        )
         assert isinstance(begun, dict) or "Input/output error" in begun
         assert segment.read_bytes().startswith(lines)
-        after = await served_and_stopped(directory, resume=True, **keys)
+        after = await served_and_stopped(directory, resume=True, trainer_stopped=True, **keys)
         assert isinstance(after, dict), after
         assert after["cause"]["cause"] in ("unclean_restart", "ledger_failed")
         if not disk.struck:
@@ -252,7 +254,7 @@ async def test_endpoints_that_cannot_be_written(tmp_path: Path) -> None:
     message = await served_and_stopped(tmp_path / "run", disk=NoEndpoints())
     assert isinstance(message, str)
     assert "No space left" in message
-    after = await served_and_stopped(tmp_path / "run", resume=True)
+    after = await served_and_stopped(tmp_path / "run", resume=True, trainer_stopped=True)
     assert isinstance(after, dict), after
 
 
@@ -276,6 +278,6 @@ async def test_provider_that_cannot_be_closed(tmp_path: Path) -> None:
     async with served(tmp_path / "run", provider=CannotClose()) as run:
         assert (await run.execute("q"))[0] == 200
         assert await run.stop() == 0
-    after = await served_and_stopped(tmp_path / "run", resume=True)
+    after = await served_and_stopped(tmp_path / "run", resume=True, trainer_stopped=True)
     assert isinstance(after, dict), after
     assert after["cause"] is None

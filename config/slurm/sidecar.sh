@@ -41,17 +41,32 @@ if [[ -n ${SMARTSEARCH_SIDECAR__CLUSTER__NATS_URL:-} ]] || grep -q '^\[cluster\]
         exec "$@"' one-of-the-run)
 fi
 
-# A job that was requeued finds its directory: what says ready must be of this time.
+# A job that was requeued finds its directory. Where its trainer of the time before ended while the
+# sidecars were up, no trainer was at work since, and they are told so: this one begins below. A trainer
+# that outlived them, as when all of a job is killed, has left this file.
+training="$run.training"
+stopped=(--trainer-stopped)
+if [[ -e $training ]]; then stopped=(); fi
+
+# What says ready must be of this time.
 "${on_every_node[@]}" rm -f "$run/endpoints.json"
 "${on_every_node[@]}" "${coordinated[@]}" \
-    "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume &
+    "$SIDECAR" serve --config "$SIDECAR_CONFIG" --run-dir "$run" --resume "${stopped[@]}" &
 sidecars=$!
 
 trainer=
+trainer_ended() { # before its sidecars, if these are up
+    trainer=
+    if kill -0 "$sidecars" 2>/dev/null; then rm -f "$training"; fi
+}
 # shellcheck disable=SC2329 # called by the traps
 stop() {
     trap - EXIT TERM INT
-    if [[ -n $trainer ]]; then kill -TERM "$trainer" 2>/dev/null || true; fi
+    if [[ -n $trainer ]]; then
+        kill -TERM "$trainer" 2>/dev/null || true
+        # What it asks at its end must not be refused.
+        if timeout 60 tail --pid="$trainer" -f /dev/null; then trainer_ended; fi
+    fi
     kill -TERM "$sidecars" 2>/dev/null || true
     # 4: a latch is closed, which the gate below has told already.
     wait "$sidecars" || true
@@ -77,10 +92,12 @@ export NO_PROXY="127.0.0.1,localhost${NO_PROXY:+,$NO_PROXY}"
 export no_proxy="$NO_PROXY"
 
 status=0
+mkdir -p "$RUNS"
+touch "$training"
 "$@" &
 trainer=$!
 wait "$trainer" || status=$?
-trainer=
+trainer_ended
 
 # The gate: a run that failed anywhere has no good checkpoint after its last receipt.
 if ! "${on_every_node[@]}" "$SIDECAR" check --run-dir "$run" --settle 30; then

@@ -300,5 +300,13 @@ class Membership:
             return f"node {name} did not answer"
         if member.state is None:
             return f"node {name} has published no state yet"
-        failed = member.state.cause is not None
-        return f"on node {name}, by its own report" if failed else f"node {name} has work in flight"
+        if member.state.cause is None:
+            return f"node {name} has work in flight"
+        return said_by(name, member.state.detail)
+
+
+def said_by(node: str, detail: str) -> str:
+    """A cause as the other nodes tell it; one that a node was told itself keeps its first node."""
+    if detail.startswith("on node "):
+        return detail
+    return f"on node {node}: {detail}" if detail else f"on node {node}, by its own report"

@@ -25,7 +25,13 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster import join
 from smartsearch_sidecar.cluster.answer_digests import AnswerStream
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus, Connect
-from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership, NodeRow, RunVerdict
+from smartsearch_sidecar.cluster.membership import (
+    HEARTBEATS,
+    Membership,
+    NodeRow,
+    RunVerdict,
+    said_by,
+)
 from smartsearch_sidecar.cluster.quota_leaser import QuotaLeaser
 from smartsearch_sidecar.cluster.quota_leases import Amounts, used_of
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus, canonical, read_canonical
@@ -38,6 +44,7 @@ STATE: Final = "state"
 CLAIM: Final = "claim"
 READ_SECONDS: Final = 600.0  # a late node reads all answers there are before it serves
 DETAIL_CHARACTERS: Final = 2000  # of a cause, where the others keep it
+GAPS_MAX: Final = 100  # of a node that was restarted more often, the last ones are named
 TICKS: Final = 2  # looks at the clock a heartbeat
 UNCONFIRMED_SHARE: Final = 0.6
 """Of lost_seconds: after so long without a state that the servers confirmed, this node counts
@@ -81,6 +88,7 @@ class Node:
         self._fresh = False
         self._beat = 0
         self._ended = False
+        self._deaf_from: str | None = None
         self._confirmed_at = self.now()
         self._publish_now = asyncio.Event()
         self._failure: Cause | None = None  # what failed before there was a latch to close
@@ -135,9 +143,16 @@ class Node:
         self._start("publishes its latch", self._publish_latch())
         if self.answers is not None:
             self._start("publishes answers", self.answers.run())
-        # Before it serves: a state of its last life must not stand for what it does now.
-        with contextlib.suppress(errors.ClusterUnreachable):
-            await self._publish_state()
+        # Before it serves: a state of its last life must not stand for what it does now. Where the
+        # servers stay away this node's own clock closes the latch, and it has nothing to serve.
+        while True:
+            try:
+                await self._publish_state()
+                return
+            except errors.ClusterUnreachable:
+                if local.state.closed:
+                    return
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _start(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[what] = asyncio.create_task(work, name=f"the node {what}")
@@ -163,6 +178,8 @@ class Node:
             status = RunStatus.FAILED
         counts = {"answered": run.responses, "failed": run.failed}
         counts |= {"declined": run.declined, "lost": run.lost, **used_of(run)}
+        counts |= {f"blocks.{kind}": count for kind, count in run.scores.blocks().items()}
+        gaps = [gap.to_data(run.scores.judged_blocks) for gap in run.coverage.gaps[-GAPS_MAX:]]
         return NodeState(
             instance=self._instance,
             restarts=run.restarts,
@@ -174,6 +191,10 @@ class Node:
             seq=seq,
             head=head,
             cause=None if run.cause is None else run.cause.cause,
+            detail="" if run.cause is None else _detail(run.cause),
+            deaf_from=self._deaf_from,
+            accepted_searches=run.coverage.searches,
+            gaps=tuple(gaps),
         )
 
     async def _publish_states(self) -> None:
@@ -220,10 +241,9 @@ class Node:
         cause = local.state.cause
         if cause is None:
             raise errors.INTERNAL_ERROR("a closed latch has no cause")
-        detail = cause.detail[:DETAIL_CHARACTERS]
-        value = canonical({"node": self.name, "cause": cause.cause, "detail": detail})
-        await retry_forever(lambda: self.bus.update(LATCH, value, 0))
-        # After the key: a node that reads the state first could not say what the cause was about.
+        value = {"node": self.name, "cause": cause.cause, "detail": _detail(cause)}
+        key = canonical(value)
+        await retry_forever(lambda: self.bus.update(LATCH, key, 0))
         self._publish_now.set()
 
     # --- receiving --------------------------------------------------------------------------------
@@ -238,7 +258,7 @@ class Node:
         try:
             if prefix == LATCH:
                 latch = read_canonical(value, "the run's latch")
-                self._close(latch["cause"], f"on node {latch['node']}: {latch['detail']}")
+                self._close(latch["cause"], said_by(latch["node"], latch["detail"]))
             elif prefix == CLAIM:
                 self.claims[name] = value.decode("ascii", "replace")
             elif prefix == join.REGISTERED:
@@ -362,9 +382,11 @@ class Node:
 
     # --- leaving ----------------------------------------------------------------------------------
 
-    def ending(self) -> None:
-        """Before the last record: from now on nothing closes this node's latch."""
-        self._ended = True
+    def ending(self, deaf_from: str | None) -> None:
+        """Before the last record: from now on nothing closes this node's latch. ``deaf_from`` as
+        in ``NodeState``.
+        """
+        self._ended, self._deaf_from = True, deaf_from
 
     async def leave(self) -> None:
         """After the run's last record: returns what was leased and not used, and publishes that
@@ -414,6 +436,11 @@ class Node:
         if self._local is None:
             raise errors.INTERNAL_ERROR("the node was asked before its run had begun")
         return self._local
+
+
+def _detail(cause: Cause) -> str:
+    """As the other nodes keep it: bounded, and with a UTF-8 form."""
+    return cause.detail.encode("utf-8", "backslashreplace").decode()[:DETAIL_CHARACTERS]
 
 
 async def retry_forever(call: Callable[[], Awaitable[object]]) -> None:

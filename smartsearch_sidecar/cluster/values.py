@@ -8,7 +8,7 @@ value cut short is refused, and equal values are equal bytes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
@@ -111,18 +111,23 @@ class NodeState:
     seq: int  # of the journal's last record
     head: str  # the sum of that record
     cause: str | None = None  # why it failed; present exactly where ``status`` is ``failed``
+    detail: str = ""  # of that cause
+    deaf_from: str | None = None  # of one that has ended and was asked before: took no call since
+    accepted_searches: int = 0  # of all nodes, at the last checkpoint that this one accepted
+    gaps: Sequence[Mapping[str, Any]] = ()  # the last of this journal, as receipts name them
 
     def __post_init__(self) -> None:
         if (self.cause is not None) is not (self.status is RunStatus.FAILED):
             raise errors.INTERNAL_ERROR("a node states a cause exactly when it has failed")
         if self.ended and self.status is RunStatus.PENDING:
             raise errors.INTERNAL_ERROR("a node with work in flight has not ended")
-        whole = (self.restarts, self.beat, self.seq, *self.counts.values())
+        whole = (self.restarts, self.beat, self.seq, self.accepted_searches, *self.counts.values())
         if any(type(number) is not int or number < 0 for number in whole):
             raise errors.INTERNAL_ERROR("a number in a node's state is not a count")
 
     def encode(self) -> bytes:
-        return canonical({**asdict(self), "status": self.status.value})
+        gaps = [dict(gap) for gap in self.gaps]
+        return canonical({**asdict(self), "status": self.status.value, "gaps": gaps})
 
     @classmethod
     def decode(cls, data: bytes) -> NodeState:
@@ -130,13 +135,24 @@ class NodeState:
         what = "a node's state"
         value = read_object(data, what, {field.name for field in fields(cls)})
         cause = "" if value["cause"] is None else value["cause"]
-        texts = (value["instance"], value["head"], value["status"], cause)
+        deaf_from = "" if value["deaf_from"] is None else value["deaf_from"]
+        texts = (
+            value["instance"],
+            value["head"],
+            value["status"],
+            cause,
+            value["detail"],
+            deaf_from,
+        )
         flags = (value["ended"], value["admitted"])
         if any(type(text) is not str for text in texts) or type(value["counts"]) is not dict:
             raise unreadable(what, "a text or the counts are of the wrong type")
+        gaps = value["gaps"]
+        if type(gaps) is not list or any(type(gap) is not dict for gap in gaps):
+            raise unreadable(what, "its gaps are no list of objects")
         if value["status"] not in set(RunStatus) or any(type(flag) is not bool for flag in flags):
             raise unreadable(what, "its status or a flag has another value")
         try:
-            return cls(**{**value, "status": RunStatus(value["status"])})
+            return cls(**{**value, "status": RunStatus(value["status"]), "gaps": tuple(gaps)})
         except errors.InvariantBroken as exc:
             raise unreadable(what, exc.message) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,6 +81,8 @@ def _print_state(value: dict[str, Any]) -> None:
         typer.echo(f"failed: {cause['cause']}: {cause['detail']} ({counted})")
     else:
         typer.echo(f"{value['state']}{detail}: {counted}")
+        for note in _notes(value):
+            typer.echo(f"  {note}")
     for name, node in cluster["nodes"].items() if cluster is not None else ():
         counts = node.get("counts", {})
         why = f": {node['cause']}" if node.get("cause") else ""
@@ -92,6 +95,24 @@ def _print_state(value: dict[str, Any]) -> None:
         typer.echo(f"  {remedy(cause['cause'])}\n  {GOING_ON}")
 
 
+def _notes(value: dict[str, Any]) -> Iterator[str]:
+    """What does not make a run bad, and the reader of its state has to know."""
+    said = value.get("cluster") or value
+    if (reason := value.get("reason")) is not None:
+        yield reason
+    elif said.get("searches_unaccepted") == 0:
+        yield "no search since the last checkpoint: one is refused now without --allow-idle"
+    for gap in said.get("gaps", ()):
+        told = "the trainer stood still" if gap["trainer_stopped"] else "what was asked was refused"
+        where = f"node {gap['node']}: " if "node" in gap else ""
+        judged = f"{gap['judged_blocks']:,} result blocks judged since"
+        until = gap["to"] or "now"
+        yield f"{where}not served from {gap['from']} to {until} ({told}; {judged})"
+    broken = said.get("result_blocks", {}).get("broken", 0)
+    if broken:
+        yield f"{broken:,} result blocks of scored rollouts are no answer of this run"
+
+
 def checkpoint(
     *,
     step: Annotated[int, Option(min=0, help="The trainer's step.")],
@@ -101,14 +122,18 @@ def checkpoint(
     ] = None,
     manifest_sha256: Annotated[str | None, Option(help="Of its manifest, if it has one.")] = None,
     settle: Settle = 30.0,
+    allow_idle: Annotated[
+        bool, Option("--allow-idle", help="Also where no search came since the last one.")
+    ] = False,
     receipt: Annotated[Path | None, Option(help="Write it here, not to standard output.")] = None,
 ) -> None:
     """Have a checkpoint accepted, and keep its receipt: exit 0 accepted, 1 refused, 2 unreachable.
 
-    A step that was accepted is accepted again. `ledger verify RUN --receipt FILE` proves
-    later which history the checkpoint was trained on.
+    A checkpoint without any search since the last one is refused: rollouts that ask a wrong address
+    look just so. `ledger verify RUN --receipt FILE` proves later which history it was trained on.
     """
     wanted = {"step": step, "path": path, "manifest_sha256": manifest_sha256}
+    wanted |= {"allow_idle": allow_idle or None}
     answer = Client(find_endpoints(run_dir).internal_url).call(
         "POST",
         f"/checkpoints?settle={settle:g}",
@@ -130,7 +155,7 @@ def checkpoint(
     except OSError as exc:
         raise errors.USAGE(
             f"step {step} is accepted, but the receipt cannot be written to {receipt} "
-            f"({exc.strerror or exc}): ask again with another --receipt"
+            f"({exc.strerror or exc}): ask again with another --receipt, and --allow-idle"
         ) from None
     typer.echo(f"accepted: step {step}, record {value['seq']}; the receipt is {receipt}")
 

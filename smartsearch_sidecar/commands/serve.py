@@ -33,6 +33,7 @@ QUESTION = "Who discovered penicillin?"
 
 
 def serve(
+    *,
     config: Annotated[Path, Option(help="The configuration (TOML), e.g. config/training.toml.")],
     run_dir: Annotated[
         Path | None, Option(help="A directory that does not exist yet: this run's ledger.")
@@ -44,15 +45,25 @@ def serve(
         Path | None,
         Option(help="With --resume: a receipt that this very run has given, the last one kept."),
     ] = None,
+    trainer_stopped: Annotated[
+        bool,
+        Option("--trainer-stopped", help="With --resume: no trainer was at work since the stop."),
+    ] = False,
     port: Annotated[int | None, Option(min=0, max=65535, help="0 takes any free port.")] = None,
 ) -> None:
     """Serve a run. Writes endpoints.json into the run directory when ready; SIGTERM drains.
 
-    Exit codes: 0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
+    A run that was asked before and is resumed after an orderly stop fails, unless it enforces
+    provenance or is told --trainer-stopped: what rollouts asked meanwhile was refused. Exit codes:
+    0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
     """
     from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
     from smartsearch_sidecar.process import daemon
 
+    if trainer_stopped and not resume:
+        raise errors.USAGE(
+            "--trainer-stopped says what was while a run was stopped: it goes with --resume"
+        )
     loaded = load(config, overrides={"run.directory": run_dir, "server.port": port})
     if receipt is not None and not resume:
         raise errors.USAGE("--receipt is of a run that goes on: give --resume with it")
@@ -68,7 +79,12 @@ def serve(
 
     with verification() as progress:
         code = daemon.serve_until_stopped(
-            loaded, resume=resume, receipt=given, progress=progress, on_ready=ready
+            loaded,
+            resume=resume,
+            receipt=given,
+            trainer_stopped=trainer_stopped,
+            progress=progress,
+            on_ready=ready,
         )
     if served and served[0].run.state.closed:
         _print_failed(served[0].run.state.cause)

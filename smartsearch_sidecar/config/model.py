@@ -48,6 +48,14 @@ class Config(Section):
             raise PydanticCustomError("rules", "{sentences}", {"sentences": sentences})
         return self
 
+    @property
+    def judged(self) -> bool:
+        """Whether a rollout that met an outage is found before it is trained on: each block of it
+        is judged with its reward, and no answer goes to rollouts that are not rewarded here.
+        """
+        reward, routes = self.reward, self.execute.routes
+        return reward.enabled and reward.provenance == "enforce" and "retrieve" not in routes
+
     def public(self) -> dict[str, Any]:
         """JSON values of every key but the secrets; for claim, status and page."""
         return self.model_dump(mode="json")
@@ -75,13 +83,14 @@ def is_loopback(host: str) -> bool:
 
 
 def _unclean_restart(config: Config) -> Iterator[str]:
-    """`run.on_unclean_restart = "report"` needs rewards with `reward.provenance = "enforce"`."""
-    run, reward = config.run, config.reward
-    enforced = reward.enabled and reward.provenance == "enforce"
-    if run.on_unclean_restart == "report" and not enforced:
+    """`run.on_unclean_restart = "report"` needs rewards with `reward.provenance = "enforce"`, and
+    no `retrieve` among `execute.routes`.
+    """
+    if config.run.on_unclean_restart == "report" and not config.judged:
         yield (
             'run.on_unclean_restart = "report" needs reward.enabled = true and reward.provenance = '
-            '"enforce": nothing else finds the rollouts that met the outage.'
+            '"enforce", and no "retrieve" in execute.routes: nothing else finds the rollouts that '
+            "met the outage."
         )
 
 

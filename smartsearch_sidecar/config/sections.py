@@ -313,6 +313,11 @@ class RetrievalSection(Section):
     """Answers kept for repeated searches; 0 also ends the sharing of identical ones in flight."""
     on_protocol_tag: Literal["drop", "latch"] = preset("drop", "latch")
     """A passage with a protocol tag: it would end or forge a turn of the rollout."""
+    emptied_share_max: float = _declared(
+        Preset(0.1, 1.0), "a number from 0 to 1 (share)", ge=0, le=1
+    )
+    """Answers that lost every passage to a tag: above this share of the last 200 searches that
+    repeated no other, and 20 at least, the latch closes. 1.0 never does."""
     on_drift: Literal["latch", "off"] = preset("latch", "off")
     """A remote document whose text differs from the one this run saw under its id before."""
     bm25: Bm25Section = Field(default_factory=Bm25Section)

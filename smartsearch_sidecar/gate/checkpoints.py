@@ -1,8 +1,13 @@
 """The gate: a checkpoint is accepted only while the run is healthy, with a receipt of its history.
 
 A receipt names the claim, the sequence number and the sum of its own record, so ``ledger verify
---receipt`` can prove later which history the checkpoint was trained on. A refusal is recorded; it
-does not close the latch, because work in flight is no failure.
+--receipt`` can prove later which history the checkpoint was trained on. It names the gaps since the
+last one accepted: what was asked in them is in no record.
+
+A refusal is recorded; it does not close the latch, because work in flight is no failure, and
+neither is a trainer that asked for nothing. A checkpoint without any search since the last one is
+refused all the same (``idle``): rollouts that ask elsewhere, by a wrong address, look just so. The
+caller that means it says ``allow_idle``.
 
 Apart from the one route that calls it (``web/app.py``), because what a checkpoint needs is a
 rule of the run, not of HTTP.
@@ -13,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.gate.health import check, counts
+from smartsearch_sidecar.gate.health import Covered, check, counts, covered
 from smartsearch_sidecar.ledger.receipt import RECEIPT_FORMAT
 from smartsearch_sidecar.run.json_values import is_sha256
 from smartsearch_sidecar.run.record import CheckpointAccepted, CheckpointRefused
@@ -25,31 +30,42 @@ if TYPE_CHECKING:
 SETTLE_SECONDS = 30.0  # a trainer that saves has no rollouts in flight: the last may still end
 STEP_MAX = 2**53
 PATH_CHARACTERS_MAX = 4096
+IDLE = "idle"
 
 
 class CheckpointRequest(NamedTuple):
-    """What a trainer is about to save; ``step`` counts optimizer steps from 0."""
+    """What a trainer is about to save; ``step`` counts optimizer steps from 0. ``allow_idle``: also
+    where no search has come since the last accepted checkpoint.
+    """
 
     step: int
     path: str | None
     manifest_sha256: str | None
+    allow_idle: bool = False
+
+    def named(self) -> dict[str, Any]:
+        """What the records say of it."""
+        return {"step": self.step, "path": self.path, "manifest_sha256": self.manifest_sha256}
 
 
 def parse_checkpoint(value: Any) -> CheckpointRequest:
-    """Reads ``{"step": int, "path"?: str, "manifest_sha256"?: hex}``. Raises ``OperatorRequest``
-    for anything else; the run is not touched by it.
+    """Reads ``{"step": int, "path"?: str, "manifest_sha256"?: hex, "allow_idle"?: bool}``. Raises
+    ``OperatorRequest`` for anything else; the run is not touched by it.
     """
     if type(value) is not dict or not set(CheckpointRequest._fields).issuperset(value):
-        why = "send an object of step, and optionally path, manifest_sha256"
+        why = "send an object of step, and optionally path, manifest_sha256, allow_idle"
         raise errors.OPERATOR_REQUEST(why)
     step, path, digest = value.get("step"), value.get("path"), value.get("manifest_sha256")
+    allow_idle = value.get("allow_idle", False)
     if type(step) is not int or not 0 <= step <= STEP_MAX:
         raise errors.OPERATOR_REQUEST("step must be a whole number from 0")
     if path is not None and (type(path) is not str or not 0 < len(path) <= PATH_CHARACTERS_MAX):
         raise errors.OPERATOR_REQUEST("path must be text of at most 4096 characters")
     if digest is not None and not is_sha256(digest):
         raise errors.OPERATOR_REQUEST("manifest_sha256 must be 64 lower-case hex digits")
-    return CheckpointRequest(step, path, digest)
+    if type(allow_idle) is not bool:
+        raise errors.OPERATOR_REQUEST("allow_idle must be true or false")
+    return CheckpointRequest(step, path, digest, allow_idle)
 
 
 async def take_checkpoint(
@@ -66,31 +82,50 @@ async def take_checkpoint(
     """
     state, recorder = service.run.state, service.run.recorder
     about: dict[str, Any] = {}
-    nodes: dict[str, Any] | None = None
-    if cluster_run is None:
-        status = await check(service, settle_seconds)
-    else:
+
+    async def look() -> tuple[str, Covered, dict[str, Any] | None]:
+        if cluster_run is None:
+            return await check(service, settle_seconds), covered(state), None
         status, about["cluster"], nodes = await cluster_run.verdict(service, settle_seconds)
+        return status, cluster_run.covered(service), nodes
+
+    status, found, nodes = await look()
     read_back = 0
-    if status == "healthy":
+    if status == "healthy" and not found.unaccepted and not wanted.allow_idle:
+        status = IDLE
+        about["reason"] = _idle_reason(found.accepted_searches)
+    elif status == "healthy":
         read_back = await service.run.writer.read_back()
-        status = await check(service, settle_seconds)
-    # Nothing is awaited between the check and the record: what was checked is what is recorded.
+        status, found, nodes = await look()
+    # Nothing is awaited between the look and the record: what was seen is what is recorded.
     if status != "healthy":
         number = state.checkpoints_refused + 1
-        refused = CheckpointRefused(number=number, **wanted._asdict(), state=status)
+        refused = CheckpointRefused(number=number, **wanted.named(), state=status)
         await recorder.post_for_receipt(refused)
         reply = {"accepted": False, "step": wanted.step, "state": status}
         return False, {**reply, **counts(service), **about}
     accepted = CheckpointAccepted(
         number=state.checkpoints_accepted + 1,
-        **wanted._asdict(),
+        **wanted.named(),
         occurrence=state.checkpoint_steps[wanted.step] + 1,
         usage=state.usage(),
         nodes=nodes,
         read_back_bytes=read_back,
+        gaps=found.gaps or None,
+        searches=found.searches,
+        idle=not found.unaccepted or None,
+        result_blocks=found.result_blocks if state.scores.splits else None,
     )
     kept = await recorder.post_for_receipt(accepted)
     head = {"format": RECEIPT_FORMAT, "accepted": True, "number": accepted.number}
     tail = {"seq": kept.seq, "head": kept.head, "claim_sha256": state.claim_sha256}
     return True, {**head, **accepted.to_data(), **tail}
+
+
+def _idle_reason(accepted_searches: int) -> str:
+    since = "since the last accepted checkpoint" if accepted_searches else "in this run so far"
+    return (
+        f"no search came {since}, so nothing shows that the rollouts ask here: compare the "
+        "trainer's sandbox_url with `smartsearch-sidecar url`; a checkpoint without searches that "
+        'is meant so is asked for with "allow_idle": true (`checkpoint --allow-idle`)'
+    )

@@ -24,9 +24,10 @@ from smartsearch_sidecar.cluster.membership import RunVerdict
 from smartsearch_sidecar.cluster.node import LocalRun, Node, Rows
 from smartsearch_sidecar.cluster.quota_leases import totals_of
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.gate.health import check, counts, pending, status_report
+from smartsearch_sidecar.gate.health import Covered, check, counts, pending, status_report
 from smartsearch_sidecar.ledger.start import versions
 from smartsearch_sidecar.reward.provenance import AnswerDigests, block_digest, block_of
+from smartsearch_sidecar.run.coverage import Gap
 from smartsearch_sidecar.run.line import claim_digest
 from smartsearch_sidecar.search.service import Service
 
@@ -120,7 +121,9 @@ class ClusterRun:
         """The body of ``/status``: the same by the states received so far, without asking."""
         verdict, rows = self.node.present()
         state = "failed" if service.run.state.closed else verdict.status.value
-        return {**status_report(service), "state": state, "cluster": self._view(verdict, rows)}
+        state = self._unless_deaf(state, rows)
+        view = self._view(service, verdict, rows)
+        return {**status_report(service), "state": state, "cluster": view}
 
     def used(self) -> dict[str, int]:
         """What all nodes have used of each resource, by the states received so far."""
@@ -140,15 +143,42 @@ class ClusterRun:
             state = "failed"
         claims = self.node.claims
         heads: dict[str, Any] = {
-            name: {"claim_sha256": claims.get(name), "seq": row.state.seq, "head": row.state.head}
+            name: {
+                "claim_sha256": claims.get(name),
+                "seq": row.state.seq,
+                "head": row.state.head,
+                "restarts": row.state.restarts,
+            }
             for name, row in rows.items()
             if row.state is not None
         }
         if state == "healthy" and not heads.keys() <= claims.keys():
             state = "pending"  # a claim is still on its way here: a receipt could not name it
-        return state, self._view(verdict, rows), heads
+        return self._unless_deaf(state, rows), self._view(service, verdict, rows), heads
 
-    def _view(self, verdict: RunVerdict, rows: Rows) -> dict[str, Any]:
+    def _unless_deaf(self, state: str, rows: Rows) -> str:
+        return "pending" if state == "healthy" and self._deaf(rows) else state
+
+    def _deaf(self, rows: Rows) -> str:
+        """Which nodes were asked before and have ended, where no provenance is enforced: whether
+        their rollouts go on asking is not known until they are resumed.
+        """
+        ended = [name for name, row in rows.items() if row.state and row.state.deaf_from]
+        if self._config.judged or not ended:
+            return ""
+        return (
+            f"node {', '.join(ended)} has ended, and what its rollouts ask now is refused: resume "
+            "it, with --trainer-stopped where they stood still"
+        )
+
+    def covered(self, service: Service) -> Covered:
+        """What a receipt says of all nodes, by the states received so far: those that were given
+        for a verdict, where one was asked for in this step of the loop.
+        """
+        return _covered(service, self.node.present()[1])
+
+    def _view(self, service: Service, verdict: RunVerdict, rows: Rows) -> dict[str, Any]:
+        found = _covered(service, rows)
         nodes: dict[str, dict[str, Any]] = {}
         for name, row in rows.items():
             nodes[name] = {
@@ -164,10 +194,13 @@ class ClusterRun:
             "node": self.node.name,
             "expected": self._config.run.nodes,
             "connected": self.node.bus.connected,
-            "state": verdict.status.value,
+            "state": self._unless_deaf(verdict.status.value, rows),
             "reason": None if verdict.reason is None else verdict.reason.value,
-            "detail": verdict.detail,
+            "detail": verdict.detail or self._deaf(rows),
             "counts": _used(rows),
+            "searches_unaccepted": found.unaccepted,
+            "gaps": list(found.gaps),
+            "result_blocks": found.result_blocks,
             "nodes": nodes,
         }
 
@@ -178,6 +211,22 @@ def _publish(answers: AnswerDigests, stream: AnswerStream, text: str) -> None:
     # A digest that was known is in the stream, or in this node's backlog for it.
     if len(answers) > known:
         stream.add(digest)
+
+
+def _covered(service: Service, rows: Rows) -> Covered:
+    named, used = service.run.state.coverage.restarts_named, _used(rows)
+    gaps: list[dict[str, Any]] = []
+    accepted = 0
+    for name, row in rows.items():
+        if row.state is not None:
+            fresh = row.state.restarts - named.get(name, 0)
+            gaps += [{"node": name, **gap} for gap in row.state.gaps[-fresh:] if fresh > 0]
+            accepted = max(accepted, row.state.accepted_searches)
+            if (began := row.state.deaf_from) is not None:
+                gaps.append({"node": name, **Gap(began, None, True, None, 0).to_data(0)})
+    blocks = {kind: used.get(f"blocks.{kind}", 0) for kind in ("judged", "policy", "broken")}
+    searches = used.get("searches", 0) + used.get("declined", 0)
+    return Covered(tuple(gaps), searches, accepted, blocks)
 
 
 def _used(rows: Rows) -> dict[str, int]:

@@ -8,17 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.state import RunState
 from smartsearch_sidecar.search.service import Service
 
 _POLL_SECONDS = 0.005
 IDENTITY_SECONDS = 5.0  # for a provider without other requests; shorter than any client waits
 
 
+class Covered(NamedTuple):
+    """What a receipt says of the run beside the usage: see ``CheckpointAccepted``.
+    ``accepted_searches`` are the ``searches`` of the last accepted checkpoint of any node.
+    """
+
+    gaps: tuple[dict[str, Any], ...]
+    searches: int
+    accepted_searches: int
+    result_blocks: dict[str, int]
+
+    @property
+    def unaccepted(self) -> int:
+        """Searches since the last accepted checkpoint, or since the run began."""
+        return max(0, self.searches - self.accepted_searches)
+
+
+def covered(state: RunState) -> Covered:
+    """The same of a run of one node."""
+    gaps = state.coverage.since_accepted(state.scores.judged_blocks)
+    return Covered(gaps, state.searches, state.coverage.searches, state.scores.blocks())
+
+
 def pending(service: Service) -> bool:
-    """Whether anything is in flight: a request, a search, a score, a record."""
+    """Whether anything is in flight: a request, a search, a score, a record, the run's own end."""
+    if service.stopping:
+        return True
     return not (service.slots.idle and service.run.state.settled and service.run.writer.idle)
 
 
@@ -68,9 +93,10 @@ def counts(service: Service) -> dict[str, Any]:
             "reward_failed": scores.failed,
             "verdicts": dict(scores.verdicts),
             "verdicts_unparsed_share": scores.unparsed_share,
-            "result_blocks": {"policy": scores.policy_blocks, "broken": scores.broken_blocks},
+            "result_blocks": scores.blocks(),
         }
     accepted, refused = state.checkpoints_accepted, state.checkpoints_refused
+    found = covered(state)
     return {
         **state.usage(),
         "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
@@ -81,6 +107,9 @@ def counts(service: Service) -> dict[str, Any]:
         "cache": dict(state.cache),
         "refused": dict(service.run.recorder.refused),
         "restarts": state.restarts,
+        "gaps": list(found.gaps),
+        "emptied": {"answers": state.emptied.count, "share": state.emptied.share},
+        "searches_unaccepted": found.unaccepted,
         "checkpoints": {"accepted": accepted, "refused": refused},
         "ledger": {"seq": service.run.writer.seq, "head": service.run.writer.head},
         "cause": None if state.cause is None else state.cause.to_data(),

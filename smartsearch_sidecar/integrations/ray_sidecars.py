@@ -12,7 +12,9 @@ One file for the driver's own Python (3.10, standard library; Ray is imported on
     sidecars.collect("/shared/ledgers/017")
 
 Each sidecar is a process of its own, held by an actor that cannot leave its node. Ray never
-restarts it: rollouts met the outage, so the operator must say that a run goes on (``resume=True``).
+restarts it: rollouts met the outage, so the operator must say that a run goes on (``resume=True``)
+and, where provenance is not enforced, that no trainer was at work since its sidecars were stopped
+(``trainer_stopped=True``): this file does not know what asked them.
 When the driver, the actor or the node's Ray ends, the sidecar drains and records its end.
 
 The configuration is a path, read on every node, as are the capabilities it names. They never pass
@@ -415,6 +417,7 @@ def start(
     *,
     coordinated: bool = False,
     resume: bool = False,
+    trainer_stopped: bool = False,
     program: Sequence[str] = ("smartsearch-sidecar",),
     where: Where = lambda node: True,
     port: Callable[[dict[str, Any]], int] | None = None,
@@ -427,9 +430,9 @@ def start(
     ``config`` and ``runs`` are paths on every node; the run directory is ``runs/run``, where
     ``{node}`` in ``runs`` stands for the node's name (needed if nodes share the folder), and its
     log is ``runs/run.log``. ``coordinated`` says that the configuration has ``[cluster]``: each
-    node then gets its name, and the run's id is ``run``. ``resume`` goes on with a run. ``where``
-    chooses nodes by their row of ``ray.nodes()``. ``port`` is for a rehearsal of several nodes on
-    one machine; a real run has one port.
+    node then gets its name, and the run's id is ``run``. ``resume`` goes on with a run, and
+    ``trainer_stopped`` says that its trainer stood still since. ``where`` chooses nodes by their
+    row of ``ray.nodes()``. ``port`` is for a rehearsal of several nodes on one machine.
     """
     ray = importlib.import_module("ray")
     nodes = _named(ray.nodes(), where)
@@ -445,6 +448,7 @@ def start(
             directory = os.path.join(os.fspath(runs).replace("{node}", name), run)
             command = [*program, "serve", "--config", os.fspath(config), "--run-dir", directory]
             command += ["--resume"] if resume else []
+            command += ["--trainer-stopped"] if trainer_stopped else []
             command += [] if port is None else ["--port", str(port(node))]
             own = {NODE_VARIABLE: name, RUN_ID_VARIABLE: run} if coordinated else {}
             there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

@@ -205,6 +205,10 @@ BATCHES_AT_ONCE = 2
 """With two, the helper has work while the last helper calls of a batch are awaited."""
 SETTLE_SECONDS = 60.0
 RECEIPT = "sidecar_receipt.json"
+ALLOW_IDLE = os.environ.get("SMARTSEARCH_SIDECAR_ALLOW_IDLE") == "1"
+"""Whether a checkpoint is meant to be accepted where no search came since the last one. Without it
+the sidecar refuses that, because rollouts that ask a wrong address look just so.
+"""
 UNCOMPARED_VARIABLE = "SMARTSEARCH_SIDECAR_LOAD_UNCOMPARED"
 """The ``head`` of the one receipt that may be loaded though no ledger is there to compare it."""
 LEDGER_SECONDS = 600.0
@@ -334,15 +338,19 @@ def _take_receipt_first(native: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def _take_receipt(step: int, folder: str) -> Any:
+def _take_receipt(step: int, folder: str, allow_idle: bool = ALLOW_IDLE) -> Any:
     """The sidecar settles, checks and records. Raises its first cause in words if it refuses."""
-    wanted = {"step": step, "path": folder}
+    wanted: dict[str, Any] = {"step": step, "path": folder}
+    if allow_idle:
+        wanted["allow_idle"] = True
     path = f"/checkpoints?settle={SETTLE_SECONDS:g}"
     status, value = _ask(_url("internal_url"), path, wanted, 2 * SETTLE_SECONDS)
     if status == 409 and isinstance(value, dict):
         # The sidecar has recorded its refusal, and work in flight is no failure.
-        cause = value.get("cause") or {"cause": "work in flight", "detail": "nothing has failed"}
-        why = f"{cause.get('cause')}: {cause.get('detail')}"
+        cause, cluster = value.get("cause"), value.get("cluster") or {}
+        why = value.get("reason") or cluster.get("detail") or "work in flight: nothing has failed"
+        if cause:
+            why = f"{cause.get('cause')}: {cause.get('detail')}"
         raise _Refusal(f"the run is {value.get('state')}, {why}")
     if status != 201 or not _is_receipt(value, step):
         raise _Trouble(_why(status, value))

@@ -224,8 +224,10 @@ def _of_run(record: Record) -> str:
         case kinds.LatchClosed(cause):
             attempt = "" if cause.number is None else f" (search {cause.number})"
             return printable(f"{cause.cause}: {cause.detail}{attempt}")
-        case kinds.CheckpointAccepted():
-            return _step(record.step, record.path)
+        case kinds.CheckpointAccepted(gaps=gaps, idle=idle):
+            found = ["no search since the last one"] if idle else []
+            found += [f"{len(gaps)} gaps since the last one"] if gaps else []
+            return ", ".join([_step(record.step, record.path), *found])
         case kinds.CheckpointRefused():
             return f"{_step(record.step, record.path)}: the run is {printable(record.state)}"
     raise TypeError(f"no sentence for {record.kind}")
@@ -251,13 +253,17 @@ def _answered(record: kinds.RetrievalAnswered) -> list[str]:
     ]
     parts = [" · ".join(titles) if titles else "no passage"]
     if record.dropped:
-        parts.append(f"{len(record.dropped)} dropped")
+        parts.append(f"{len(record.dropped)} dropped" + (", all" if record.emptied else ""))
     parts.append(f"{printable(record.cache)}, {record.took_us / 1000:.1f} ms")
     return parts
 
 
 def _resumed(record: kinds.RunResumed) -> list[str]:
     parts = ["after run.closed" if record.clean else "after an end that was not orderly"]
+    if record.gap_to is not None:
+        parts.append(printable(f"not served from {record.gap_from} to {record.gap_to}"))
+    if record.trainer_stopped:
+        parts.append("told that the trainer stood still")
     if record.torn_bytes:
         parts.append(f"{record.torn_bytes} torn bytes in {printable(str(record.set_aside))}")
     if record.unsettled:

@@ -36,9 +36,9 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import CLAIM, LATCH, RunFiles
 from smartsearch_sidecar.ledger.reader import History, Progress, RunReader, Scan, Tail
 from smartsearch_sidecar.ledger.receipt import CheckpointReceipt, ReceiptCheck
-from smartsearch_sidecar.ledger.writer import latch_file
+from smartsearch_sidecar.ledger.writer import latch_file, wall_clock
 from smartsearch_sidecar.run.json_values import differences, flat, same
-from smartsearch_sidecar.run.record import Cause, LatchClosed, RunResumed
+from smartsearch_sidecar.run.record import Cause, LatchClosed, RunClosed, RunResumed
 from smartsearch_sidecar.run.state import RunState
 
 
@@ -149,23 +149,39 @@ OnUnclean = Literal["latch", "report"]
 
 UNRESOLVED: Final = "unresolved_after_restart"
 UNCLEAN: Final = "unclean_restart"
+UNJUDGED: Final = "unjudged_restart"
 
 
 def restart_cause(
-    *, begun: bool, closed: bool, settled: bool, clean: bool, on_unclean: OnUnclean
+    *,
+    begun: bool,
+    closed: bool,
+    settled: bool,
+    clean: bool,
+    on_unclean: OnUnclean,
+    heard: bool,
+    judged: bool,
+    trainer_stopped: bool,
 ) -> str | None:
     """The latch cause of a restart, or ``None`` where the run goes on.
 
     ``begun`` is whether anything was recorded; ``closed`` whether the latch is closed already;
     ``settled`` whether everything admitted was settled; ``clean`` whether ``run.closed`` is the
-    last record. While a process is down, calls that waited or are refused become rollout text, and
-    only the reward's provenance can see that: hence ``on_unclean``.
+    last record; ``heard`` whether a rollout, a trainer or its gate had asked this run anything.
+
+    While a process is down, calls that waited or are refused become rollout text. Only the reward's
+    provenance can see that (``judged``), or the operator knows that no trainer was at work
+    (``trainer_stopped``). That word excuses an orderly stop alone: the moment of a crash was not
+    chosen, and a trainer that was stopped after it had met it. A run that was never asked is as one
+    that has not begun: its trainer's gate has let nothing begin.
     """
     if not begun or closed:
         return None
     if not settled:
         return UNRESOLVED
-    return UNCLEAN if not clean and on_unclean == "latch" else None
+    if not clean:
+        return UNCLEAN if on_unclean == "latch" else None
+    return UNJUDGED if heard and not judged and not trainer_stopped else None
 
 
 # --- the same claim -------------------------------------------------------------------------------
@@ -234,6 +250,8 @@ class Reopened:
     that ``run.closed`` is the last record; ``unsettled`` are searches without settlement.
     ``latch_missing`` says that ``latch.json`` had to be written; ``latched`` is the cause that it
     named while the journal named no cause. ``torn_bytes`` were trimmed, and are in ``set_aside``.
+    ``deaf_from`` is when the process before this one took no connection any more, or wrote last;
+    ``trainer_stopped`` is ``serve --trainer-stopped``.
     """
 
     state: RunState
@@ -247,6 +265,8 @@ class Reopened:
     latched: Cause | None
     clean: bool
     unsettled: tuple[int, ...]
+    deaf_from: str | None
+    trainer_stopped: bool
 
     @property
     def begun(self) -> bool:
@@ -254,16 +274,24 @@ class Reopened:
         return self.seq > 0
 
     def resumed(self) -> RunResumed:
+        """The record of going on, now."""
         aside = None if self.set_aside is None else self.set_aside.name
-        return RunResumed(self.clean, self.ending.value, self.torn_bytes, aside, self.unsettled)
+        found = (self.clean, self.ending.value, self.torn_bytes, aside, self.unsettled)
+        return RunResumed(*found, self.deaf_from, wall_clock(), self.trainer_stopped)
 
-    def cause(self, on_unclean: OnUnclean) -> Cause | None:
+    def cause(self, on_unclean: OnUnclean, *, judged: bool) -> Cause | None:
         """Why the restart closes the latch, ``None`` where it does not, or it is closed already."""
         if self.state.closed or self.latched is not None:
             return self.latched
-        settled = self.state.settled
         cause = restart_cause(
-            begun=self.begun, closed=False, settled=settled, clean=self.clean, on_unclean=on_unclean
+            begun=self.begun,
+            closed=False,
+            settled=self.state.settled,
+            clean=self.clean,
+            on_unclean=on_unclean,
+            heard=self.state.coverage.heard,
+            judged=judged,
+            trainer_stopped=self.trainer_stopped,
         )
         if cause is None:
             return None
@@ -271,6 +299,12 @@ class Reopened:
         if cause == UNRESOLVED:
             what = f"searches {numbers(self.unsettled)}" if self.unsettled else "scores or calls"
             detail = f"{what} were admitted and not settled when the process ended"
+        if cause == UNJUDGED:
+            detail = (
+                f"no process served the run since {self.deaf_from}; the resume was not told that "
+                "the trainer stood still meanwhile (--trainer-stopped), and no enforced provenance "
+                "finds the rollouts that were refused"
+            )
         return Cause(cause, None, False, detail)
 
 
@@ -278,6 +312,7 @@ def reopen(
     files: RunFiles,
     *,
     receipt: CheckpointReceipt | None = None,
+    trainer_stopped: bool = False,
     progress: Progress | None = None,
 ) -> Reopened:
     """Reads a locked run directory (``RunFiles.resume``) and makes it ready for the writer.
@@ -329,7 +364,18 @@ def reopen(
         latched=None if latch is None or state.closed else unrecorded(latch),
         clean=state.closed_cleanly,
         unsettled=tuple(sorted(state.searching)),
+        deaf_from=_deaf_from(history),
+        trainer_stopped=trainer_stopped,
     )
+
+
+def _deaf_from(history: History) -> str | None:
+    """Since when a call may have been refused: an unclean end was not before the last record."""
+    line = history.last
+    if line is None:
+        return None
+    stated = line.record.deaf_from if isinstance(line.record, RunClosed) else None
+    return line.at if stated is None else stated
 
 
 def require_same_claim(directory: Path, old: bytes, new: bytes) -> None:

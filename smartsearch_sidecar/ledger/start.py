@@ -44,13 +44,15 @@ def take_directory(
     *,
     resume: bool,
     receipt: CheckpointReceipt | None = None,
+    trainer_stopped: bool = False,
     progress: Progress | None = None,
 ) -> Reopened | None:
     """Makes the directory, or reads the run in it; returns what was found there. Blocking.
 
     ``resume`` starts the run where the directory is missing, so that a supervisor needs one
-    command; ``receipt`` is one that the run resumed has to have given. Raises
-    ``RunDirectoryError``, or ``LedgerCorrupt`` where the history is damaged or not the receipt's.
+    command; ``receipt`` is one that the run resumed has to have given, and ``trainer_stopped`` says
+    that no trainer was at work since it was stopped. Raises ``RunDirectoryError``, or
+    ``LedgerCorrupt`` where the history is damaged or not the receipt's.
     """
     if not resume or not files.directory.exists():
         if receipt is not None:
@@ -62,7 +64,7 @@ def take_directory(
         return None
     files.resume()
     try:
-        found = reopen(files, receipt=receipt, progress=progress)
+        found = reopen(files, receipt=receipt, trainer_stopped=trainer_stopped, progress=progress)
         files.remove(ENDPOINTS)  # a killed process left it, and its port may be another program's
         return found
     except BaseException as exc:
@@ -101,11 +103,10 @@ async def begin(
 ) -> Run:
     """Claims a new run, or continues one, and returns it with its writer running.
 
-    ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, or
-    no end, closes the latch here, before anything can be asked. ``join`` comes before anything is
-    written. Raises ``RunDirectoryError`` where the directory was claimed for something else, or its
-    run is served from another one, ``LedgerFailed`` where nothing can be recorded, and what
-    ``join`` raises.
+    ``claim_facts`` are the identities the claim names. A restart that finds something unsettled, no
+    end, or a gap for which nothing answers closes the latch here, before anything can be asked.
+    ``join`` comes before anything is written. Raises what it raises, ``RunDirectoryError`` where
+    the directory was claimed for something else, ``LedgerFailed`` where nothing can be recorded.
     """
     fresh = found is None or not found.claim
     claim = await _claim_of(files, config, found, claim_facts)
@@ -161,7 +162,7 @@ async def _claim_of(
 
 
 async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:
-    cause = found.cause(config.run.on_unclean_restart)
+    cause = found.cause(config.run.on_unclean_restart, judged=config.judged)
     log = structlog.get_logger("opening")
     log.info("resumed", clean=found.clean, ending=found.ending.value, torn_bytes=found.torn_bytes)
     if cause is not None:

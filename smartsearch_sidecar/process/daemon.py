@@ -35,6 +35,7 @@ from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
+from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
@@ -101,7 +102,8 @@ class Daemon:
 
     ``disk``, ``provider`` and ``connect`` (to the run's other nodes) may be given by a test or a
     program that embeds this; ``on_ready`` is told once; ``resume`` continues the run of an existing
-    directory, which has given ``receipt``.
+    directory, which has given ``receipt``; ``trainer_stopped`` says that no trainer was at work
+    since it was stopped.
     """
 
     config: Config
@@ -110,6 +112,7 @@ class Daemon:
     provider: Provider | None = None
     resume: bool = False
     receipt: CheckpointReceipt | None = None
+    trainer_stopped: bool = False
     progress: Progress | None = None
     on_ready: OnReady | None = None
     connect: Connect | None = None
@@ -157,6 +160,7 @@ class Daemon:
                 self.files,
                 resume=self.resume,
                 receipt=self.receipt,
+                trainer_stopped=self.trainer_stopped,
                 progress=self.progress,
             )
             try:
@@ -289,6 +293,8 @@ class Daemon:
     async def _wind_down(self, parts: Parts) -> None:
         run, slots, scoring = parts.run, parts.service.slots, parts.scoring
         self._log.info("stopping", in_service=slots.in_service, waiting=slots.waiting)
+        deaf_from = wall_clock()
+        parts.service.stopping = True
         self._close_listeners()
         limit = self.config.execute.deadline_seconds + DRAIN_GRACE_SECONDS
         try:
@@ -305,10 +311,13 @@ class Daemon:
             await parts.close()
         except Exception as exc:  # noqa: BLE001 - a provider may raise anything; all is recorded
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
+        asked = self.observer.asked
+        parts.service.stopping = False
         if parts.cluster_run is not None:
-            parts.cluster_run.ending()
+            parts.cluster_run.ending(deaf_from if asked or run.state.coverage.heard else None)
         try:
-            await run.recorder.post_for_receipt(RunClosed(run.state.closed, run.state.usage()))
+            end = (run.state.closed, run.state.usage(), deaf_from, asked)
+            await run.recorder.post_for_receipt(RunClosed(*end))
         except errors.LedgerFailed as failure:
             self._log.error("the end could not be recorded", reason=failure.message)
         if parts.cluster_run is not None:
@@ -349,6 +358,7 @@ def _service(
             deadline_seconds=execute.deadline_seconds,
             decline=execute.on_invalid_query == "decline",
             latch_undelivered=execute.on_undelivered == "latch",
+            emptied_share_max=config.retrieval.emptied_share_max,
         ),
         on_answer=on_answer,
     )
@@ -425,6 +435,7 @@ def serve_until_stopped(
     *,
     resume: bool = False,
     receipt: CheckpointReceipt | None = None,
+    trainer_stopped: bool = False,
     progress: Progress | None = None,
     on_ready: OnReady | None = None,
     pretty_logs: bool = False,
@@ -433,7 +444,12 @@ def serve_until_stopped(
 
     async def main() -> int:
         daemon = Daemon(
-            config, resume=resume, receipt=receipt, progress=progress, on_ready=on_ready
+            config,
+            resume=resume,
+            receipt=receipt,
+            trainer_stopped=trainer_stopped,
+            progress=progress,
+            on_ready=on_ready,
         )
         configure_logs(daemon.secrets, pretty=pretty_logs)
         raise_descriptor_limit(config.server.connections_max)

@@ -44,6 +44,11 @@ class Found(NamedTuple):
     dropped: tuple[Mapping[str, str], ...]
 
     @property
+    def emptied(self) -> bool:
+        """Whether passages were found and every one was left out."""
+        return bool(self.dropped) and not self.text
+
+    @property
     def size(self) -> int:
         """Bytes this holds in a cache, objects included, roughly."""
         text = len(self.text) * (1 if self.text.isascii() else 4)

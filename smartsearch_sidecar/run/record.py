@@ -153,6 +153,9 @@ class RunClaimed(Record, kind="run.claimed"):
 class RunResumed(Record, kind="run.resumed"):
     """How a run that goes on was found: ``unsettled`` are the searches it had admitted and not
     answered; ``torn_bytes`` were trimmed into the file ``set_aside``.
+
+    From ``gap_from`` to ``gap_to`` no process served the run, and ``trainer_stopped`` is whether
+    the resume was told that the trainer stood still meanwhile. Older journals lack the three.
     """
 
     clean: bool
@@ -160,24 +163,36 @@ class RunResumed(Record, kind="run.resumed"):
     torn_bytes: int
     set_aside: str | None
     unsettled: tuple[int, ...]
+    gap_from: str | None = None
+    gap_to: str | None = None
+    trainer_stopped: bool | None = None
     number: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunClosed(Record, kind="run.closed"):
-    """An orderly end. ``usage`` is ``RunState.usage`` at that moment."""
+    """An orderly end. ``usage`` is ``RunState.usage`` at that moment.
+
+    From ``deaf_from`` on the process took no connection; ``asked`` is whether a rollout, a trainer
+    or its gate had asked it anything. Older journals lack both.
+    """
 
     latched: bool
     usage: Mapping[str, Any]
+    deaf_from: str | None = None
+    asked: bool | None = None
     number: ClassVar[None] = None
 
     def to_data(self) -> dict[str, Any]:
-        return {"latched": self.latched, **self.usage}
+        end = {"deaf_from": self.deaf_from, "asked": self.asked}
+        said = {name: value for name, value in end.items() if value is not None}
+        return {"latched": self.latched, **self.usage, **said}
 
     @classmethod
     def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
         usage = dict(data)
-        return [bool(usage.pop("latched")), usage]
+        end = [usage.pop(name, None) for name in ("deaf_from", "asked")]
+        return [bool(usage.pop("latched")), usage, *end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +217,7 @@ class RetrievalAnswered(Record, kind="retrieval.answered"):
     ``documents_json`` is the JSON list of ``{"id", "contents", "score"}``, recorded as
     ``documents`` before all else; ``None`` where a line was read without them. ``cache`` is
     ``miss``, ``shared`` or ``hit``; ``took_us`` are microseconds; ``dropped`` names the passages
-    left out, with the reason.
+    left out, with the reason; ``emptied`` is true where no passage was left.
     """
 
     number: int
@@ -210,6 +225,7 @@ class RetrievalAnswered(Record, kind="retrieval.answered"):
     cache: str
     took_us: int
     dropped: tuple[Mapping[str, str], ...] | None = None
+    emptied: bool | None = None
 
     def to_json(self) -> bytes:
         # The documents are spliced in unread: a cached search's are encoded once, recorded often.
@@ -229,13 +245,15 @@ class RetrievalAnswered(Record, kind="retrieval.answered"):
         data: dict[str, Any] = {"cache": self.cache, "took_us": self.took_us}
         if self.dropped is not None:
             data["dropped"] = self.dropped
+        if self.emptied is not None:
+            data["emptied"] = self.emptied
         return data
 
     @classmethod
     def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
         found = orjson.dumps(data["documents"]) if "documents" in data else None
         dropped = tuple(data["dropped"]) if "dropped" in data else None
-        return [found, data["cache"], data["took_us"], dropped]
+        return [found, data["cache"], data["took_us"], dropped, data.get("emptied")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +401,9 @@ class CheckpointAccepted(Record, kind="checkpoint.accepted"):
     """The ``occurrence`` of this ``step``; ``nodes`` has each node's journal if there are many.
 
     ``read_back_bytes`` of the journal were read from the medium for it: all since the last one.
+    ``gaps`` are those since the last one (``Gap.to_data``, of many nodes with ``node``).
+    ``searches`` is how many searches all nodes were asked for so far, and ``idle`` is true where
+    that is no more than at the last one. ``result_blocks`` counts the blocks of scored rollouts.
     """
 
     number: int
@@ -393,11 +414,15 @@ class CheckpointAccepted(Record, kind="checkpoint.accepted"):
     usage: Mapping[str, Any]
     nodes: Mapping[str, Any] | None = None
     read_back_bytes: int | None = None
+    gaps: tuple[Mapping[str, Any], ...] | None = None
+    searches: int | None = None
+    idle: bool | None = None
+    result_blocks: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRefused(Record, kind="checkpoint.refused"):
-    """A checkpoint was asked for while the run was not healthy; ``state`` says what it was."""
+    """A checkpoint was asked for and not accepted: ``state`` is what the run was, or ``idle``."""
 
     number: int
     step: int

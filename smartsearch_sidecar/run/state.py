@@ -36,6 +36,7 @@ from typing import Any, ClassVar, Final
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run import record as kinds
+from smartsearch_sidecar.run.coverage import Coverage, Emptied
 from smartsearch_sidecar.run.record import Cause, Record
 
 MAX_NEW_TOKENS: Final = 2048
@@ -198,6 +199,7 @@ class Scores:
     reused: int = 0
     failed: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    judged_blocks: int = 0
     policy_blocks: int = 0
     broken_blocks: int = 0
     window: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICT_WINDOW))
@@ -217,6 +219,11 @@ class Scores:
 
     def usage(self) -> dict[str, dict[str, int]]:
         return {name: meter.usage() for name, meter in self.splits.items()}
+
+    def blocks(self) -> dict[str, int]:
+        """Result blocks of scored rollouts: judged, the policy's own, no answer of this run."""
+        judged, policy, broken = self.judged_blocks, self.policy_blocks, self.broken_blocks
+        return {"judged": judged, "policy": policy, "broken": broken}
 
     def meter(self, split: str) -> Meter:
         """The quotas of a split. Raises ``LedgerCorrupt`` where it was never claimed."""
@@ -244,9 +251,11 @@ class RunState:
     searching: set[int] = field(default_factory=set)
     cache: Counter[str] = field(default_factory=Counter)
     dropped_passages: int = 0
+    emptied: Emptied = field(default_factory=Emptied)
     declined_by: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     closed_cleanly: bool = False
+    coverage: Coverage = field(default_factory=Coverage)
     checkpoints_accepted: int = 0
     checkpoints_refused: int = 0
     checkpoint_steps: Counter[int] = field(default_factory=Counter)
@@ -261,6 +270,11 @@ class RunState:
     def settled(self) -> bool:
         """Nothing admitted is without its settlement."""
         return not self.searching and self.scores.settled
+
+    @property
+    def searches(self) -> int:
+        """What rollouts asked for: searches admitted and queries declined."""
+        return self.attempts + self.declined
 
     def refuse_closed(self) -> None:
         if self.closed:
@@ -338,9 +352,11 @@ class RunState:
 
     def _resumed(self, record: kinds.RunResumed) -> None:
         self.restarts += 1
+        self.coverage.on_resumed(record, self.scores.judged_blocks)
 
     def _run_closed(self, record: kinds.RunClosed) -> None:
         self._require_counts(record, record.usage)
+        self.coverage.on_closed(record)
         self.closed_cleanly = True
 
     def _requested(self, record: kinds.RetrievalRequested) -> None:
@@ -358,6 +374,7 @@ class RunState:
         self.responses += 1
         self.cache[record.cache] += 1
         self.dropped_passages += len(record.dropped or ())
+        self.emptied.add(emptied=record.emptied is True, repeated=record.cache != "miss")
 
     def _failed(self, record: kinds.RetrievalFailed) -> None:
         _settle(self.searching, record.number, "search")
@@ -383,6 +400,7 @@ class RunState:
         scores = self.scores
         scores.meter(record.split).on_score_requested(record.number)
         scores.keys[record.split, record.number] = record.key
+        scores.judged_blocks += record.judged_blocks or 0
         scores.policy_blocks += record.policy_blocks or 0
         scores.broken_blocks += len(record.broken_blocks or ())
 
@@ -426,6 +444,15 @@ class RunState:
         if not self.settled:
             raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
         self._require_counts(record, record.usage)
+        if record.nodes is None:
+            gaps = self.coverage.since_accepted(self.scores.judged_blocks)
+            own = {"gaps": gaps, "searches": self.searches, "result_blocks": self.scores.blocks()}
+            for name, value in own.items():
+                if getattr(record, name) not in (None, value):
+                    raise errors.LEDGER_CORRUPT(
+                        f"a {record.kind} record states other {name} than the records before it"
+                    )
+        self.coverage.on_accepted(record, self.searches)
         self.checkpoints_accepted += 1
         self.checkpoint_steps[record.step] += 1
 

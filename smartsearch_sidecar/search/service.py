@@ -66,13 +66,15 @@ the cache come without a pause: this is also where they let others have a turn."
 
 class ServicePolicy(NamedTuple):
     """``deadline_seconds`` runs from a request's first byte; ``decline`` and ``latch_undelivered``
-    are ``execute.on_invalid_query`` and ``execute.on_undelivered``.
+    are ``execute.on_invalid_query`` and ``execute.on_undelivered``; ``emptied_share_max`` is the
+    key of ``[retrieval]``.
     """
 
     rules: ExecuteRules
     deadline_seconds: float
     decline: bool
     latch_undelivered: bool
+    emptied_share_max: float
 
 
 class Answer(NamedTuple):
@@ -96,6 +98,8 @@ class Service:
     retrieval: CachedSearch
     policy: ServicePolicy
     on_answer: Callable[[str], None] | None = None
+    stopping: bool = False
+    """No connection is taken any more: until the run has ended, what is asked of it is refused."""
 
     def __post_init__(self) -> None:
         self._state = self.run.state
@@ -172,12 +176,21 @@ class Service:
             finally:
                 self.slots.give()
             self._state.refuse_closed()
+            self._bound_emptied()
             if asyncio.get_running_loop().time() > deadline:
                 raise errors.DEADLINE_PASSED("the answer was recorded after the deadline")
             return answer
         except errors.SidecarError as exc:
             await self._recorder.latch_for(exc)
             raise
+
+    def _bound_emptied(self) -> None:
+        share, most = self._state.emptied.share, self.policy.emptied_share_max
+        if share > most:
+            raise errors.ANSWERS_EMPTIED(
+                f"{share:.0%} of the last searches lost every passage to a protocol tag, above "
+                f"retrieval.emptied_share_max ({most:g})"
+            )
 
     async def check_identity(self, deadline: float) -> None:
         """Asks for admission, and then the provider who it is: the last step before a number."""
@@ -228,8 +241,9 @@ class Service:
             began = loop.time()
             found, outcome = await self.retrieval.find(query.strip(), deadline, top_n)
             took_us = int((loop.time() - began) * 1e6)
+            dropped, emptied = found.dropped or None, found.emptied or None
             answered = RetrievalAnswered(
-                number, found.documents_json, outcome, took_us, found.dropped or None
+                number, found.documents_json, outcome, took_us, dropped, emptied
             )
             return number, found, self._recorder.fold(answered)
         except errors.SidecarError as exc:

@@ -101,6 +101,8 @@ def _searches(run: ServedRun) -> Iterator[Sample]:
     asked = state.declined + state.attempts
     yield "declined_share", (), state.declined / asked if asked else 0.0
     yield "passages_dropped_total", (), state.dropped_passages
+    yield "answers_emptied_total", (), state.emptied.count
+    yield "answers_emptied_share", (), state.emptied.share
     yield "answers_lost_total", (), state.lost
 
 
@@ -138,6 +140,7 @@ def _latch_and_ledger(run: ServedRun) -> Iterator[Sample]:
         yield "latch_cause", (state.cause.cause,), 1.0
     yield "checkpoints_total", ("accepted",), state.checkpoints_accepted
     yield "checkpoints_total", ("refused",), state.checkpoints_refused
+    yield "searches_unaccepted", (), run.covered().unaccepted
     yield "restarts_total", (), state.restarts
     yield "ledger_records_total", (), writer.seq
     yield "ledger_bytes_total", (), run.observer.journal_bytes

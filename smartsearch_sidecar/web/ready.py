@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.gate.health import status_report
+from smartsearch_sidecar.gate.health import Covered, covered, status_report
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.service import Service
@@ -75,6 +75,12 @@ class ServedRun:
             return own
         used = self.cluster_run.used()
         return [replace(quota, used=used.get(quota.resource, quota.used)) for quota in own]
+
+    def covered(self) -> Covered:
+        """What a receipt would say of it now, all its nodes together."""
+        if self.cluster_run is None:
+            return covered(self.service.run.state)
+        return self.cluster_run.covered(self.service)
 
     def oldest_seconds(self) -> float:
         """Age of the oldest unanswered rollout request; 0 where every one is answered."""

@@ -411,8 +411,9 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
     """Nodes of one version publish their states in exactly this form."""
     said = state("b", 4, RunStatus.FAILED)
     assert said.encode() == (
-        b'{"admitted":true,"beat":4,"cause":"deadline","counts":{"retrieval_attempts":3},'
-        b'"ended":false,"head":"' + b"ab" * 32 + b'","instance":"run of b","restarts":0,"seq":7,'
+        b'{"accepted_searches":0,"admitted":true,"beat":4,"cause":"deadline",'
+        b'"counts":{"retrieval_attempts":3},"deaf_from":null,"detail":"","ended":false,"gaps":[],'
+        b'"head":"' + b"ab" * 32 + b'","instance":"run of b","restarts":0,"seq":7,'
         b'"status":"failed"}'
     )
     assert NodeState.decode(said.encode()) == said
@@ -440,7 +441,12 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
         (b'"beat":4,', b""),
         (b'"beat":4,', b'"beat":4,"beat":4,'),
         (b'"beat":4,', b'"beat":4, '),
-        (b'{"admitted"', b'{"a":1,"admitted"'),
+        (b'{"accepted', b'{"a":1,"accepted'),
+        (b'"accepted_searches":0', b'"accepted_searches":-1'),
+        (b'"detail":""', b'"detail":null'),
+        (b'"deaf_from":null', b'"deaf_from":1'),
+        (b'"gaps":[]', b'"gaps":{}'),
+        (b'"gaps":[]', b'"gaps":[1]'),
     ],
 )
 def test_another_state_is_not_read(before: bytes, after: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.cluster.values import NodeState
 from smartsearch_sidecar.commands import app
 from smartsearch_sidecar.gate.cluster import ClusterRun
 from smartsearch_sidecar.ledger.verify import verify
-from tests.fakes.bus import Ground
+from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.cluster_run import bus_of, cause_on_disk, cluster, joined, leases
 from tests.fakes.disk import FullDisk, ReadOnlyDisk
 from tests.fakes.provider import FakeProvider
@@ -84,6 +86,86 @@ async def test_a_ledger_that_fails_ends_the_run(tmp_path: Path) -> None:
         assert (await first.health())[1]["cluster"]["nodes"]["b"]["cause"] == "ledger_failed"
 
 
+class Slow(Ground):
+    """A ground on which keys that begin with ``prefix`` cannot be set until ``let`` is set; a call
+    that cannot raises where ``refuses``, and waits otherwise. ``tried`` counts such calls.
+    """
+
+    def __init__(self, prefix: str, *, refuses: bool) -> None:
+        super().__init__()
+        self.prefix, self.refuses = prefix, refuses
+        self.let = asyncio.Event()
+        self.tried = 0
+
+    def bus(self, *words: Any, **more: Any) -> MemoryBus:
+        bus = super().bus(*words, **more)
+        for name in ("put", "update"):
+            setattr(bus, name, self._slowed(getattr(bus, name)))
+        return bus
+
+    def _slowed(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def slowed(key: str, *words: Any) -> Any:
+            if key.startswith(self.prefix) and not self.let.is_set():
+                self.tried += 1
+                if self.refuses:
+                    raise errors.CLUSTER_UNREACHABLE("the servers do not take it")
+                await self.let.wait()
+            return await call(key, *words)
+
+        return slowed
+
+
+async def test_a_failed_state_says_what_the_latch_says(tmp_path: Path) -> None:
+    """A heartbeat between a node's failure and the run's latch key tells the cause in full, and who
+    hears of it by a third node is told of the first one.
+    """
+    ground = Slow("latch", refuses=False)
+    keys: dict[str, Any] = {"cluster__lost_seconds": 2.0}
+    async with cluster(tmp_path, 3, ground=ground, **keys) as runs:
+        await runs[1].internal("POST", "/latch", {"reason": "enough"})
+        await until(lambda: all(run.service.run.state.closed for run in runs))
+        assert "latch" not in ground.keys
+        for run in (runs[0], runs[2]):
+            await run.service.run.recorder.latch_durable()
+            assert cause_on_disk(run) == ("operator", "on node node-1: enough")
+        ground.let.set()
+
+
+async def test_a_node_serves_only_once_the_others_can_know(tmp_path: Path) -> None:
+    """While its first state is not taken, the others hold its last one, by which it has ended: a
+    node that comes back is not served before.
+    """
+    ground = Slow("state.b", refuses=True)
+    ground.let.set()
+    again: dict[str, Any] = {"resume": True, "trainer_stopped": True}
+    async with joined(tmp_path, ground, "a", 2):
+        async with joined(tmp_path, ground, "b", 2) as second:
+            assert await second.stop() == 0
+        assert NodeState.decode(ground.keys["state.b"].value).ended
+        ground.let.clear()
+
+        async def come_back() -> None:
+            async with joined(tmp_path, ground, "b", 2, **again) as second:
+                assert not NodeState.decode(ground.keys["state.b"].value).ended
+                assert (await second.execute("one"))[0] == 200
+
+        coming = asyncio.create_task(come_back())
+        await until(lambda: ground.tried > 3)
+        assert not coming.done()
+        assert not (tmp_path / "b" / "endpoints.json").exists()
+        ground.let.set()
+        await coming
+
+
+async def test_a_node_that_cannot_be_known_fails(tmp_path: Path) -> None:
+    """Where its first state is never taken, it comes up as failed, within ``lost_seconds``."""
+    ground = Slow("state.a", refuses=True)
+    async with joined(tmp_path, ground, "a", 2, cluster__lost_seconds=0.5) as first:
+        assert (await first.execute("one"))[0] == 502
+        assert cause_on_disk(first)[0] == "cluster_unreachable"
+        ground.let.set()
+
+
 # --- joining --------------------------------------------------------------------------------------
 
 
@@ -140,7 +222,7 @@ async def test_names_and_places_are_taken_once(tmp_path: Path) -> None:
         assert "as node b" in await refused(tmp_path, ground, "b")
         assert "node c is one too many" in await refused(tmp_path, ground, "c")
         assert (await second.health(5))[0] == 200
-    async with joined(tmp_path, ground, "b", 2, resume=True) as again:
+    async with joined(tmp_path, ground, "b", 2, resume=True, trainer_stopped=True) as again:
         assert again.service.run.state.restarts == 1
 
 
@@ -172,7 +254,7 @@ async def test_what_is_heard_at_the_end_changes_no_record(tmp_path: Path) -> Non
     async with cluster(tmp_path, 2, ground=ground) as (first, second):
         cluster_run = second.service.run.quota
         assert isinstance(cluster_run, ClusterRun)
-        cluster_run.ending()
+        cluster_run.ending(None)
         await first.internal("POST", "/latch", {"reason": "enough"})
         await until(lambda: "latch" in ground.keys)
         await asyncio.sleep(0.05)
@@ -228,7 +310,9 @@ async def test_a_resumed_node_goes_on_with_its_lease(tmp_path: Path) -> None:
             bus_of(ground, "b").cut()  # nothing is given back
         held = leases(ground).of("b")["searches"]
         assert held == 2
-        async with joined(tmp_path, ground, "b", 2, resume=True, **keys) as again:
+        async with joined(
+            tmp_path, ground, "b", 2, resume=True, trainer_stopped=True, **keys
+        ) as again:
             assert (await again.execute("two"))[0] == 200
             assert again.service.run.state.attempts == 2
             assert leases(ground).taken("searches") <= 4

@@ -68,7 +68,7 @@ async def test_checkpoint_leaves_a_receipt_that_verifies(tmp_path: Path) -> None
 async def test_checkpoint_without_a_file_is_printed(tmp_path: Path) -> None:
     """Standard output then holds the receipt and nothing else."""
     async with served(tmp_path / "run") as run:
-        result = await command("checkpoint", "--step", "0", run=run)
+        result = await command("checkpoint", "--step", "0", "--allow-idle", run=run)
         value = json.loads(result.output)
         assert (value["accepted"], value["step"]) == (True, 0)
 
@@ -90,14 +90,12 @@ async def test_refused_checkpoint_is_exit_one_with_the_cause(tmp_path: Path) -> 
 async def test_checkpoint_that_cannot_be_kept_says_so(tmp_path: Path) -> None:
     """An accepted step whose receipt has no place is wrong use, and asking again mends it."""
     async with served(tmp_path / "run") as run:
-        result = await command(
-            "checkpoint", "--step", "1", "--receipt", str(tmp_path / "no" / "r.json"), run=run
-        )
+        await run.execute("q")
+        words = ("checkpoint", "--step", "1", "--receipt")
+        result = await command(*words, str(tmp_path / "no" / "r.json"), run=run)
         assert isinstance(result.exception, errors.UsageError)
-        assert "ask again with another --receipt" in result.exception.message
-        result = await command(
-            "checkpoint", "--step", "1", "--receipt", str(tmp_path / "r.json"), run=run
-        )
+        assert "ask again with another --receipt, and --allow-idle" in result.exception.message
+        result = await command(*words, str(tmp_path / "r.json"), "--allow-idle", run=run)
         assert result.exit_code == 0
 
 

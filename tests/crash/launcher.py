@@ -93,7 +93,9 @@ async def _serve(order: dict[str, Any]) -> int:
     # A copy of a run is the same run: no key may name where it lies.
     keys = {"retrieval__bm25__index": "never-opened", **order["keys"]}
     config = configured(Path(order["directory"]), **keys)
-    daemon = Daemon(config, disk=disk, provider=provider, resume=order["resume"])
+    resume = order["resume"]
+    # No client is at work while a daemon is down here: what a gap means is not these tests'.
+    daemon = Daemon(config, disk=disk, provider=provider, resume=resume, trainer_stopped=resume)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, daemon.stop)
     return await daemon.run()
 

@@ -90,7 +90,7 @@ async def check_image(image: Image, **keys: Any) -> str | None:
     directory = image.directory
     before = await asyncio.to_thread(check_history, directory, image.told)
     expected = await asyncio.to_thread(expected_cause, directory)
-    async with served(directory, resume=True, **KEYS, **keys) as run:
+    async with served(directory, resume=True, trainer_stopped=True, **KEYS, **keys) as run:
         _, health = await run.health()
         cause = health["cause"] and health["cause"]["cause"]
         assert (health["state"], cause) == ("failed" if expected else "healthy", expected)

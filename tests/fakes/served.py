@@ -113,6 +113,7 @@ async def served(
     config: Config | None = None,
     resume: bool = False,
     receipt: CheckpointReceipt | None = None,
+    trainer_stopped: bool = False,
     connect: Connect | None = None,
     **keys: Any,
 ) -> AsyncIterator[Served]:
@@ -125,6 +126,7 @@ async def served(
         provider=chosen,
         resume=resume,
         receipt=receipt,
+        trainer_stopped=trainer_stopped,
         connect=connect,
         on_ready=lambda endpoints, service: ready.set_result((endpoints, service)),
     )

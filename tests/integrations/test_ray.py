@@ -365,7 +365,7 @@ def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="File exists"):
         ray("collect", run="all", into=str(tmp_path / "home"))
 
-    ray("start", **words, tags=["0", "2"], resume=True)
+    ray("start", **words, tags=["0", "2"], resume=True, trainer_stopped=True)
     _, rows, _ = ray("check", run="all")
     assert (rows[killed]["state"], rows[killed]["cause"]) == ("failed", "unclean_restart")
     assert rows[good]["state"] == "healthy"

@@ -80,6 +80,7 @@ def vars_of(facts: Facts) -> list[Any]:
 
 
 RESTARTS = list(itertools.product((False, True), repeat=4))
+EXCUSES = list(itertools.product((False, True), repeat=3))
 
 
 @pytest.mark.parametrize("on_unclean", ["latch", "report"])
@@ -87,16 +88,29 @@ RESTARTS = list(itertools.product((False, True), repeat=4))
 def test_every_cell_of_a_restart(
     begun: bool, was_closed: bool, settled: bool, clean: bool, on_unclean: Any
 ) -> None:
-    """Unsettled work always closes the latch, an end without ``run.closed`` unless reported."""
-    cause = restart_cause(
-        begun=begun, closed=was_closed, settled=settled, clean=clean, on_unclean=on_unclean
-    )
-    if not begun or was_closed or (settled and clean):
-        assert cause is None
-    elif not settled:
-        assert cause == "unresolved_after_restart"
-    else:
-        assert cause == (None if on_unclean == "report" else "unclean_restart")
+    """Unsettled work always closes the latch, an end without ``run.closed`` unless reported, and an
+    orderly one where the run was heard and nothing excuses the gap.
+    """
+    for heard, judged, told in EXCUSES:
+        cause = restart_cause(
+            begun=begun,
+            closed=was_closed,
+            settled=settled,
+            clean=clean,
+            on_unclean=on_unclean,
+            heard=heard,
+            judged=judged,
+            trainer_stopped=told,
+        )
+        if not begun or was_closed:
+            assert cause is None
+        elif not settled:
+            assert cause == "unresolved_after_restart"
+        elif not clean:
+            assert cause == (None if on_unclean == "report" else "unclean_restart")
+        else:
+            unjudged = (heard, judged, told) == (True, False, False)
+            assert cause == ("unjudged_restart" if unjudged else None)
 
 
 # --- reopening ------------------------------------------------------------------------------------
@@ -107,9 +121,14 @@ def resumed(directory: Path, disk: Disk | None = None) -> Reopened:
     files = RunFiles(directory, disk=disk)
     files.resume()
     try:
-        return reopen(files)
+        return reopen(files, trainer_stopped=True)
     finally:
         files.close()
+
+
+def cause_of(found: Reopened, on_unclean: Any) -> Cause | None:
+    """Why the restart closes the latch; ``resumed`` says that the trainer stood still."""
+    return found.cause(on_unclean, judged=False)
 
 
 def refused(run: Written, match: str) -> None:
@@ -136,7 +155,7 @@ def test_clean_end_is_found_as_it_was(run: Written) -> None:
     assert (found.ending, found.clean, found.unsettled) == (Ending.CLEAN, True, ())
     assert (found.torn_bytes, found.set_aside, found.latch_missing) == (0, None, False)
     assert found.begun
-    assert found.cause("latch") is None
+    assert cause_of(found, "latch") is None
     assert contents(run.directory) == before
 
 
@@ -156,10 +175,10 @@ def test_end_without_run_closed_is_unclean(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", searches(3))
     found = resumed(run.directory)
     assert not found.clean
-    cause = found.cause("latch")
+    cause = cause_of(found, "latch")
     assert cause is not None
     assert (cause.cause, cause.number) == ("unclean_restart", None)
-    assert found.cause("report") is None
+    assert cause_of(found, "report") is None
     assert found.resumed().clean is False
 
 
@@ -172,7 +191,7 @@ def test_unsettled_searches_are_named(tmp_path: Path) -> None:
     found = resumed(run.directory)
     assert found.unsettled == (3,)
     for policy in ("latch", "report"):
-        cause = found.cause(policy)
+        cause = cause_of(found, policy)
         assert cause is not None
         assert cause.cause == "unresolved_after_restart"
         assert "searches 3 were admitted" in cause.detail
@@ -184,7 +203,7 @@ def test_second_restart_still_knows(tmp_path: Path) -> None:
         tmp_path / "run",
         [requested(1, "one"), journals.resumed()],
     )
-    cause = resumed(run.directory).cause("report")
+    cause = cause_of(resumed(run.directory), "report")
     assert cause is not None
     assert cause.cause == "unresolved_after_restart"
 
@@ -248,7 +267,7 @@ def test_torn_first_record_means_that_nothing_began(tmp_path: Path) -> None:
     run.segment.write_bytes(run.lines[0][:50])
     found = resumed(run.directory)
     assert (found.begun, found.seq, found.head) == (False, 0, run.heads[0])
-    assert (found.claim, found.cause("latch")) == (run.claim, None)
+    assert (found.claim, cause_of(found, "latch")) == (run.claim, None)
     assert run.segment.read_bytes() == b""
 
 
@@ -452,7 +471,7 @@ def test_latch_stays_closed(failed_run: Written) -> None:
     before = contents(failed_run.directory)
     found = resumed(failed_run.directory)
     assert found.state.closed
-    assert (found.latch_missing, found.latched, found.cause("latch")) == (False, None, None)
+    assert (found.latch_missing, found.latched, cause_of(found, "latch")) == (False, None, None)
     assert contents(failed_run.directory) == before
 
 
@@ -481,7 +500,7 @@ def test_latch_file_without_a_record_closes(run: Written, raw: bytes, cause: str
     found = resumed(run.directory)
     assert not found.state.closed  # the journal does not say so yet: the caller records it
     for policy in ("latch", "report"):
-        told = found.cause(policy)
+        told = cause_of(found, policy)
         assert told is not None
         assert told.cause == cause
     assert (run.directory / LATCH).read_bytes() == raw
@@ -514,7 +533,7 @@ def test_failed_start_stays_failed(tmp_path: Path) -> None:
     (run.directory / LATCH).write_bytes(b"")
     found = resumed(run.directory)
     assert not found.begun
-    assert found.latched == found.cause("report")
+    assert found.latched == cause_of(found, "report")
     assert found.latched is not None
 
 

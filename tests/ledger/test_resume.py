@@ -39,7 +39,7 @@ async def test_clean_end_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     async with served(directory) as run:
         await run.execute("one")
         assert await run.stop() == 0
-    async with served(directory, resume=True) as run:
+    async with served(directory, resume=True, trainer_stopped=True) as run:
         status, health = await run.health()
         assert (status, health["restarts"], health["retrieval_attempts"]) == (200, 1, 1)
         assert (await run.execute("two"))[0] == 200
@@ -213,7 +213,7 @@ async def test_loading_failure_of_a_resumed_run_leaves_it_alone(tmp_path: Path) 
         async with served(directory, provider=provider, resume=True):
             pass
     assert journal(directory).read_bytes() == before
-    async with served(directory, resume=True) as run:
+    async with served(directory, resume=True, trainer_stopped=True) as run:
         assert (await run.health())[0] == 200
 
 

@@ -206,7 +206,8 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "resume",
         "a directory is used once; a stopped run cannot go on",
-        "`serve --resume` goes on after a clean end, with the next number",
+        "`serve --resume` goes on after a clean end, with the next number, where the gap is judged "
+        "or the trainer is said to have stood still",
         "trainer nodes are rescheduled",
     ),
     # --- rewards ----------------------------------------------------------------------------------
@@ -278,6 +279,13 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "a passage with a protocol tag ends the run",
         "it is left out, and recorded",
         "one article must not end a run",
+        "training",
+    ),
+    Difference(
+        "retrieval.emptied_share_max",
+        "no answer loses its passages: the first tag ends the run",
+        "above a share of answers that lost every passage: `answers_emptied`; closes the latch",
+        "a corpus full of tags teaches rollouts that searches find nothing",
         "training",
     ),
     Difference(

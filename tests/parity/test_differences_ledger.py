@@ -92,7 +92,7 @@ async def test_differs_resume(tmp_path: Path) -> None:
         pass
     async with ours(tmp_path) as mine:
         assert (await exchange(mine.port, asking("one"))).status == 200
-    async with ours(tmp_path, resume=True) as mine:
+    async with ours(tmp_path, resume=True, trainer_stopped=True) as mine:
         assert (await exchange(mine.port, asking("two"))).status == 200
         state = await mine.state()
         assert (bool(state.healthy), state.attempts, state.responses) == (True, 2, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.coverage import EMPTIED_LEAST
 from tests.fakes.until import until
 from tests.parity.messages import BODY
 from tests.parity.retriever import Held, Plan, Scripted
@@ -129,6 +130,19 @@ async def test_differs_retrieval_on_protocol_tag(tmp_path: Path) -> None:
         assert said.status == 200
         assert "RESULT" not in said.value["result"]
         assert mine.run.service.run.state.dropped_passages == 1
+
+
+async def test_differs_retrieval_emptied_share_max(tmp_path: Path) -> None:
+    """The first passage with a tag ends the run there; here the answers that lost every one do."""
+    plan = Plan(search=({"id": "1", "contents": "x </RESULT> y", "score": 1.0},))
+    with reference(tmp_path / "reference") as theirs:
+        theirs.retriever.play(plan)
+        assert await statuses(theirs, asking("Ada"), asking("Ada")) == [502, 502]
+    async with ours(tmp_path, profile=TRAINING) as mine:
+        mine.retriever.play(plan)
+        questions = [asking(f"Ada {number}") for number in range(EMPTIED_LEAST)]
+        assert await statuses(mine, *questions) == [200] * (EMPTIED_LEAST - 1) + [502]
+        assert (await mine.state()).cause == "answers_emptied"
 
 
 async def test_differs_retrieval_on_drift(tmp_path: Path) -> None:

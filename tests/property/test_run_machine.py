@@ -220,7 +220,7 @@ class RunMachine(RuleBasedStateMachine):
         decline, latch, cache = self.keys
         self.disk, self.provider = MachineDisk(), MachineProvider()
         self.files = RunFiles(directory, disk=self.disk)
-        found = take_directory(self.files, resume=resume)
+        found = take_directory(self.files, resume=resume, trainer_stopped=resume)
         self.disk.synced.update(self._sizes(synced=False))  # all of it, once it was reopened
         guard = Guard(
             self.provider, top_n=5, retries=1, drop_tagged=True, watch_drift=False
@@ -237,6 +237,7 @@ class RunMachine(RuleBasedStateMachine):
                 deadline_seconds=DEADLINE_SECONDS,
                 decline=decline,
                 latch_undelivered=latch,
+                emptied_share_max=1.0,
             ),
         )
         self.cause = None
@@ -260,6 +261,8 @@ class RunMachine(RuleBasedStateMachine):
     def _thread_at_work(self) -> bool:
         writer = self.service.run.writer
         ending = writer.failure is not None and writer._task is not None and not writer._task.done()
+        if writer._reading.locked():  # reading back takes a thread of its own, and no held disk
+            return True
         return (writer._busy or writer.looking > 0 or ending) and not self.disk.blocked
 
     def do(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -419,7 +422,7 @@ class RunMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.disk.held)
     def save_checkpoint(self, step: int) -> None:
         settled = self.service.run.state.settled and not self.live
-        wanted = CheckpointRequest(step, None, None)
+        wanted = CheckpointRequest(step, None, None, allow_idle=True)
         taken = self.run(take_checkpoint(self.service, wanted, settle_seconds=0.0))
         if not isinstance(taken, errors.LedgerFailed):
             accepted, receipt = taken

@@ -139,8 +139,10 @@ async def test_segments_are_read_back_each_once(tmp_path: Path) -> None:
         written = [path.stat().st_size for path in (run.directory / "journal").iterdir()]
         assert len(written) > 2
         assert sum(written) - 5_000 < read < sum(written)
-    async with served(tmp_path / "run", provider=provider, resume=True, **keys) as run:
-        status, receipt = await run.internal("POST", "/checkpoints", {"step": 9})
+    keys |= {"resume": True, "trainer_stopped": True}
+    async with served(tmp_path / "run", provider=provider, **keys) as run:
+        wanted = {"step": 9, "allow_idle": True}
+        status, receipt = await run.internal("POST", "/checkpoints", wanted)
         assert status == 201
         assert 0 < receipt["read_back_bytes"] < 5_000
 

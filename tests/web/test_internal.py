@@ -141,7 +141,8 @@ async def test_checkpoint_receipt_names_the_history(tmp_path: Path) -> None:
         assert (receipt["seq"], receipt["head"]) == (record["seq"], record["sum"])
         assert receipt["usage"]["retrieval_responses"] == 1
         assert receipt["claim_sha256"] == run.records()[0]["data"]["claim_sha256"]
-        _, again = await run.internal("POST", "/checkpoints", {"step": 10})
+        again = {"step": 10, "allow_idle": True}
+        _, again = await run.internal("POST", "/checkpoints", again)
         assert (again["number"], again["occurrence"]) == (2, 2)
 
 
@@ -180,6 +181,7 @@ async def test_checkpoint_of_a_failed_run_is_refused_with_its_cause(tmp_path: Pa
         {"step": 1, "x": 2},
         {"step": 1, "path": ""},
         {"step": 1, "manifest_sha256": "A" * 64},
+        {"step": 1, "allow_idle": 1},
         [],
     ],
 )

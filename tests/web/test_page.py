@@ -122,6 +122,7 @@ async def test_failed_run_says_why_when_and_what_to_do(tmp_path: Path, page: Pag
 async def test_failed_run_names_where_to_go_back_to(tmp_path: Path, page: Page) -> None:
     """The last checkpoint that was accepted stands beside the cause, and a refused one does not."""
     async with served(tmp_path / "run") as run, shown(page, run):
+        await run.execute("before it")
         await run.internal("POST", "/checkpoints", {"step": 70})
         await run.internal("POST", "/latch", {"reason": "the disk is swapped"})
         await run.internal("POST", "/checkpoints", {"step": 80})
@@ -137,11 +138,19 @@ async def test_resumed_run_says_where_its_figures_begin(tmp_path: Path, page: Pa
     async with served(tmp_path / "run") as run:
         await run.execute("before the stop")
         await run.internal("POST", "/checkpoints", {"step": 70})
-    async with served(tmp_path / "run", resume=True) as run, shown(page, run):
+    async with served(tmp_path / "run", resume=True, trainer_stopped=True) as run, shown(page, run):
         told = await page.text("#resumed")
         assert "This run was resumed at " in told
         assert "smartsearch-sidecar ledger show" in told
         assert await rows(page, "#recent") == ["None since this run was resumed."]
+        resumed = run.records()[-1]["data"]
+        between = f"{resumed['gap_from']} to {resumed['gap_to']}, the trainer stood still"
+        assert between in await page.text("#facts")
+        assert "No search since the last checkpoint" in await page.text("#verdict")
+        await run.execute("after the stop")
+        await page.until(
+            "document.getElementById('verdict').innerText.includes('would be accepted now')"
+        )
         await run.internal("POST", "/latch", {"reason": "enough"})
         await page.until(f"{WORD} === 'Failed'")
         assert "before this process started" in await page.text("#accepted")
