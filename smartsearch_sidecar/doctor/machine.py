@@ -133,7 +133,7 @@ def check_descriptors(config: Config, ranks: int | None) -> Finding:
     if hard < wanted:
         return warning(
             name,
-            f"{hard} are allowed, server.connections_max needs {wanted}",
+            f"{hard} are allowed, server.connections_max needs {wanted} and follows them",
             f"ulimit -Hn {wanted}, or server.connections_max = {hard - OTHER_DESCRIPTORS}",
         )
     return ok(name, f"{hard} are allowed, {wanted} wanted")
