@@ -35,7 +35,7 @@ from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.process.sockets import bind, take_descriptors
+from smartsearch_sidecar.process.sockets import bind, last_descriptors, take_descriptors
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.retrieval.provider import (
     Progress,
@@ -201,12 +201,12 @@ class Daemon:
         that a taken port is told at once.
         """
         given = self.config.server
-        connections_max, descriptors_max = take_descriptors(given.connections_max)
+        connections_max = take_descriptors(given.connections_max)
         edge = partial(
             EdgeServer,
             observer=self.app,
             keepalive_seconds=given.idle_seconds,
-            descriptors_max=descriptors_max,
+            descriptors_max=last_descriptors(),
         )
         served = edge(
             self.app.handle,
@@ -322,6 +322,8 @@ class Daemon:
     async def _look_often(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            for edge in self._edges:
+                edge.descriptors_max = last_descriptors()
             if not self.app.look():
                 return  # told once
 

@@ -44,11 +44,16 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def take_descriptors(connections_max: int) -> tuple[int, int]:
+def last_descriptors() -> int:
+    """The first of the last descriptors, under the limit of now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft - LAST_DESCRIPTORS
+
+
+def take_descriptors(connections_max: int) -> int:
     """Raises the soft limit of descriptors to what ``connections_max`` connections need.
 
-    Returns how many connections may show a capability, fewer where the hard limit is lower, and the
-    first of the last descriptors.
+    Returns how many connections may show a capability: fewer where the hard limit is lower.
 
     Raises:
         UsageError: the hard limit has no room for a node's rollouts.
@@ -60,7 +65,7 @@ def take_descriptors(connections_max: int) -> tuple[int, int]:
         limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     if limit == resource.RLIM_INFINITY:
-        return connections_max, sys.maxsize
+        return connections_max
     allowed = min(connections_max, limit - OTHER_DESCRIPTORS)
     if allowed < min(connections_max, CONNECTIONS_MIN):
         raise errors.USAGE(
@@ -74,4 +79,4 @@ def take_descriptors(connections_max: int) -> tuple[int, int]:
             connections_max=allowed,
             wanted=connections_max,
         )
-    return allowed, limit - LAST_DESCRIPTORS
+    return allowed

@@ -14,6 +14,7 @@ import base64
 import binascii
 import hmac
 import re
+import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -23,10 +24,11 @@ from smartsearch_sidecar import errors
 
 SHORTEST: Final = 32  # of a capability, in characters
 LONGEST: Final = 128
+_ALPHABET: Final = string.ascii_letters + string.digits + "_-"
 DECODINGS: Final = 3  # a client, a proxy and a server behind it may each encode once
-# Both are linear in what a stranger sends. A word is whole only where another byte ends it.
-_WHOLE_WORD: Final = re.compile(rb"(?<![\w-])[\w-]{%d,%d}+(?=[^\w-])" % (SHORTEST, LONGEST))
-_LONG_WORD: Final = re.compile(rb"[\w-]{%d,}" % SHORTEST)
+# What a capability is made of stays, all else becomes a space. By tables, since it is asked of all
+# that strangers send.
+_WORDS: Final = bytes(byte if chr(byte) in _ALPHABET else 32 for byte in range(256))
 _SLASHES: Final = re.compile(r"/{2,}")
 
 
@@ -48,7 +50,7 @@ class Capabilities:
         self._lowered = (self._execute.lower(), self._internal.lower())
         self._execute_target = b"/" + self._execute + b"/execute"
         # How a rollout's and a trainer's client begin a request.
-        self._openings = tuple(b"POST /" + one + b"/" for one in (self._execute, self._internal))
+        self._openings = (b"POST /%b/" % self._execute, b"POST /%b/" % self._internal)
         self.execute_prefix = b"/" + self._execute + b"/"
 
     def is_execute(self, raw_target: str) -> bool:
@@ -60,11 +62,15 @@ class Capabilities:
 
         The first bytes of a client's request decide at once; all others are searched.
         """
-        execute, internal = (hmac.compare_digest(data[: len(one)], one) for one in self._openings)
-        if not (execute or internal):
-            for word in _WHOLE_WORD.findall(data):
-                execute |= hmac.compare_digest(word, self._execute)
-                internal |= hmac.compare_digest(word, self._internal)
+        rollout, trainer = self._openings
+        if hmac.compare_digest(data[: len(rollout)], rollout):
+            return True, False
+        if hmac.compare_digest(data[: len(trainer)], trainer):
+            return False, True
+        execute = internal = False
+        for word in _long_words(data):
+            execute |= hmac.compare_digest(word, self._execute)
+            internal |= hmac.compare_digest(word, self._internal)
         return execute, internal
 
     def read(self, raw_target: str) -> Target:
@@ -94,12 +100,21 @@ class Capabilities:
 
     def _held(self, spelling: bytes) -> bool:
         found = False
-        for word in _LONG_WORD.findall(spelling.lower()):
+        for word in _long_words(spelling.lower() + b" "):
             for one in self._lowered:
                 # At either end: a client that forgets a slash glues its route to it.
                 found |= hmac.compare_digest(word[: len(one)], one)
                 found |= hmac.compare_digest(word[-len(one) :], one)
         return found
+
+
+def _long_words(data: bytes) -> list[bytes]:
+    """Words that may be or hold a capability. One at the end of the bytes is not whole yet."""
+    spaced = data.translate(_WORDS)
+    words = spaced.split()
+    if not spaced.endswith(b" "):
+        del words[-1:]
+    return [word for word in words if len(word) >= SHORTEST]
 
 
 def _bytes(text: str) -> bytes:

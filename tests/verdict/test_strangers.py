@@ -12,18 +12,22 @@ import json
 import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS
+from smartsearch_sidecar import errors
+from smartsearch_sidecar.process.daemon import Daemon
+from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS, take_descriptors
 from smartsearch_sidecar.web.edge import connection as edge_connection
+from smartsearch_sidecar.web.edge import server as edge_server
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
 from tests.fakes.process import DaemonProcess, running, start, wait_ready
-from tests.fakes.served import (
-    native_body,
-)
+from tests.fakes.provider import FakeProvider
+from tests.fakes.raised import raises
+from tests.fakes.served import configured, native_body, served
 from tests.fakes.until import until, wait_until
 from tests.web.rawclient import CAPABILITY, INTERNAL, PATIENCE, message, serving
 
@@ -287,9 +291,9 @@ def test_connections_max_follows_the_limit(tmp_path: Path, monkeypatch: pytest.M
             assert gate(daemon) == ("healthy", None)
             ours.append(connected(port, f"POST /{path}/execute HTTP/1.1\r\n".encode()))
             ours.append(connected(port, f"POST /{path}/execute HTTP/1.1\r\n".encode()))
-        wait_until(lambda: (daemon.directory / "latch.json").exists())
-        cause = json.loads((daemon.directory / "latch.json").read_bytes())["cause"]
-        assert cause == "http_busy"
+            wait_until(lambda: (daemon.directory / "latch.json").exists())
+            cause = json.loads((daemon.directory / "latch.json").read_bytes())["cause"]
+            assert cause == "http_busy"
         assert daemon.stop() == 4
     finally:
         if daemon.process.poll() is None:
@@ -312,18 +316,116 @@ def test_a_limit_too_low_for_a_run_is_refused(
 
 @pytest.mark.process
 def test_an_accept_without_a_descriptor_closes_the_latch(tmp_path: Path) -> None:
-    """A connection that is dropped for want of a descriptor ends the run, at the gate at once."""
+    """A connection that cannot be accepted for want of a descriptor ends the run by itself."""
     with running(tmp_path) as daemon:
         url = daemon.sandbox_url
         assert search(url) == 200
         _, hard = resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE)
-        taken = {int(name.name) for name in Path(f"/proc/{daemon.process.pid}/fd").iterdir()}
-        free = next(number for number in range(len(taken) + 1) if number not in taken)
-        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (free, hard))
-        assert search(url) is None  # the loop took it and closed it, and told no code
-        wait_until(lambda: (daemon.directory / "latch.json").exists())
-        cause = json.loads((daemon.directory / "latch.json").read_bytes())["cause"]
-        assert cause == "out_of_descriptors"
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (3, hard))
+        with connected(split(url)[1]):
+            wait_until(lambda: "no file descriptor is left" in daemon.log.read_text())
         resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (hard, hard))
         assert gate(daemon) == ("failed", "out_of_descriptors")
+        assert search(url) == 502
         assert daemon.stop() == 4
+
+
+@pytest.mark.both_loops
+async def test_the_last_descriptors_are_rollouts() -> None:
+    """Near the limit strangers make room first; without one the run has failed before an accept
+    does: the event loop would drop that connection, and tell no code.
+    """
+    async with serving(answering, connections_max=8) as edge:
+        ours, strangers = [await edge.connect()], [await edge.connect() for _ in range(3)]
+        await until(lambda: edge.server.open == 4)
+        await ours[0].send(message())
+        assert (await ours[0].answer()).status == 200
+        edge.server.descriptors_max = 0
+        for stranger in strangers:
+            ours.append(await edge.connect())
+            assert await stranger.closed()
+            await ours[-1].send(message())
+            assert (await ours[-1].answer()).status == 200
+        assert edge.seen.silent
+        ours.append(await edge.connect())
+        await until(lambda: edge.seen.exhaustions == 1)
+        await ours[-1].send(message())
+        assert (await ours[-1].answer()).status == 200
+        for one in (*ours, *strangers):
+            one.close()
+
+
+async def test_the_gate_looks_for_a_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is refused, and health says why, where none is left at that moment."""
+    async with served(tmp_path / "run") as run:
+        assert (await run.health())[0] == 200
+        with no_descriptors():
+            status, _ = await run.internal("POST", "/checkpoints", {"step": 1})
+        assert status == 409
+        _, health = await run.health()
+        assert health["cause"]["cause"] == "out_of_descriptors"
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """No descriptor of this process is free; what is open stays."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# --- what a start takes, and what a refused start leaves ------------------------------------------
+
+
+def test_the_soft_limit_is_raised_no_further_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many connections as are wanted, or as the hard limit has room for."""
+    limits = {"soft": 1024, "hard": 100_000}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limits["soft"], limits["hard"]))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.update(soft=pair[0]))
+    assert take_descriptors(4096) == 4096
+    assert limits["soft"] == 4096 + OTHER_DESCRIPTORS
+    limits.update(soft=700, hard=OTHER_DESCRIPTORS + 300)
+    assert take_descriptors(4096) == 300
+    assert limits["soft"] == OTHER_DESCRIPTORS + 300
+    limits.update(soft=OTHER_DESCRIPTORS + 2, hard=OTHER_DESCRIPTORS + 2)
+    assert take_descriptors(2) == 2  # few are wanted, and there is room for them
+    with raises(errors.USAGE, match="ulimit -n allows"):
+        take_descriptors(3)
+    limits.update(soft=resource.RLIM_INFINITY, hard=resource.RLIM_INFINITY)
+    assert take_descriptors(4096) == 4096
+
+
+async def test_a_refusal_to_listen_leaves_no_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the second listener cannot begin, the ports of both are free again."""
+    begun: list[int] = []
+
+    async def listen(server: Any, sock: socket.socket) -> asyncio.Server:
+        begun.append(sock.getsockname()[1])
+        if len(begun) == 2:
+            raise errors.NOT_AVAILABLE("this system lacks what the edge leans on")
+        return await edge_server.listen(server, sock)
+
+    monkeypatch.setattr("smartsearch_sidecar.process.daemon.listen", listen)
+    keys: dict[str, Any] = {"server__probe_host": "127.0.0.1", "server__probe_port": 0}
+    daemon = Daemon(configured(tmp_path / "run", **keys), provider=FakeProvider())
+    with raises(errors.NOT_AVAILABLE):
+        await daemon.run()
+    for port in begun:
+        await until(partial(is_free, port))
+
+
+def is_free(port: int) -> bool:
+    """Whether another process could take it now."""
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
