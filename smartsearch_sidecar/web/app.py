@@ -11,8 +11,8 @@ log (``Form.surfaces`` of the contract).
 
 A slip of the operator changes nothing. What holds a capability and is not served closes the latch,
 since it may be a rollout's, and so does the internal capability where a rollout would ask. A failed
-reward closes the latch even when the trainer made
-the slip: the pinned trainer swallows the first exception and scores the batch again.
+reward closes the latch even when the trainer made the slip: the pinned trainer swallows the first
+exception and scores the batch again.
 
 Apart from the daemon, its one user: routes here, the process there.
 """

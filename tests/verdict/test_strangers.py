@@ -147,10 +147,11 @@ async def test_a_stranger_that_does_not_wait_gets_one_answer() -> None:
     """Who pipelines without a capability has one answer and the end; a rollout has all of them."""
     async with serving(answering) as edge:
         stranger, ours = await edge.connect(), await edge.connect()
-        await stranger.send(PROBES)
+        await stranger.send(PROBES * 50)
         answer = await stranger.answer()
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert await stranger.closed()
+        assert edge.server.requests_count == 1
         await ours.send(message() * 20)
         for _ in range(20):
             assert (await ours.answer()).status == 200
@@ -232,7 +233,9 @@ def gate(daemon: DaemonProcess) -> tuple[str, str | None]:
 @pytest.mark.parametrize(
     ("data", "probes", "connections_max", "count"),
     [
-        pytest.param(PROBES, False, 4096, 4300, id="pipelined"),
+        pytest.param(PROBES, False, 1024, 1400, id="pipelined"),
+        pytest.param(PROBES, False, 4096, 4300, id="pipelined, 4,300", marks=pytest.mark.soak),
+        pytest.param(HALF_A_BODY, False, 4096, 4300, id="half, 4,300", marks=pytest.mark.soak),
         pytest.param(PROBES, False, 64, 500, id="pipelined, few places"),
         pytest.param(HALF_A_BODY, False, 64, 500, id="half a body"),
         pytest.param(b"POST /x", False, 64, 500, id="half a head"),

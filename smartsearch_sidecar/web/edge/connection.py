@@ -29,7 +29,7 @@ HALF_CLOSE_SECONDS: Final = 1.0  # for the client to close first: that tells whe
 LINGERING_SECONDS: Final = 2.0  # for the rest of a refused body, so that its sender reads why
 STALL_SECONDS: Final = 10.0  # TCP_USER_TIMEOUT: a peer that takes nothing for as long is dropped
 STRANGERS_MAX: Final = 128  # connections that they keep where all others have shown a capability
-PEEKED_BYTES: Final = 65536  # of what a stranger has sent and no code has read
+LOOKED_BYTES: Final = 8192  # where a capability is looked for: a client's head begins a segment
 # By attribute, not by import: where it is gone, the check at start names it.
 _ErrInfo: Any = getattr(web_protocol, "_ErrInfo", None)
 
@@ -227,20 +227,24 @@ class EdgeConnection(web.RequestHandler):
             self._blame("behind_upgrade")
 
     def _look(self, data: bytes) -> None:
-        """See whether it shows a capability; a body is not looked at, it may be megabytes."""
+        """See whether it shows a capability at its beginning. A body is not looked at: it may be
+        megabytes, and what strangers send must cost little.
+        """
         capabilities = self.server.capabilities
         if capabilities is None:
             return
-        seen = self._tail + data
+        seen = self._tail + data[:LOOKED_BYTES]
         self.authenticated, internal = capabilities.shown(seen)
-        self._tail = b"" if self.authenticated else seen[-LONGEST - 1 :]
         if self.stranger and (self.authenticated or internal):
             self.stranger = False
             if not self.server.admit(self):
                 self._reported = True  # by `overflow`
                 self.force_close()
         if self.authenticated:
+            self._tail = b""
             self._report()
+        else:
+            self._tail = (data if len(data) > LONGEST else seen)[-LONGEST - 1 :]
 
     def show(self) -> bool:
         """Whether what it has sent and no code has read yet shows a capability."""
@@ -251,7 +255,7 @@ class EdgeConnection(web.RequestHandler):
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
         peeking = socket.socket(socket.AF_INET, kind, fileno=descriptor)
         try:
-            self._look(peeking.recv(PEEKED_BYTES, socket.MSG_PEEK))
+            self._look(peeking.recv(LOOKED_BYTES, socket.MSG_PEEK))
         except OSError:  # nothing is there
             return False
         finally:
