@@ -199,6 +199,10 @@ _BODY_SIZE = Told("body_size", 413, "The body is empty or over the limit (execut
 _CONTENT_TYPE = Told("content_type", 415, "Send the body as application/json.")
 _INVALID_REQUEST = Told("invalid_request", 400, "The body is not a request of this route.")
 _BUSY = Told("busy", 429, "Every slot is taken and the request could not wait any longer.")
+_UNAUTHORIZED = Told(
+    "unauthorized", 401, "No such path: the first segment must be the run's capability."
+)
+_METHOD_NOT_ALLOWED = Told("method_not_allowed", 405, "This route does not take this method.")
 _NOT_FOUND = Told("not_found", 404, "This capability serves no such route.")
 _RETRIEVAL_FAILED = Told(
     "retrieval_failed",
@@ -270,14 +274,27 @@ _CLIENT = (
     "the rollout's code with the pinned ones"
 )
 
-UNAUTHORIZED = Failure(
-    Unauthorized,
-    Told("unauthorized", 401, "No such path: the first segment must be the run's capability."),
+UNAUTHORIZED = Failure(Unauthorized, _UNAUTHORIZED)
+# A capability in another place or spelling than is served, or sent to another listener.
+MISDIRECTED = Failure(
+    EdgeRefusal,
+    _UNAUTHORIZED,
+    "http_unauthorized",
+    f"{_CLIENT}; it held the capability in another place or spelling, or used the wrong port.",
 )
 # The execute capability with a path that is not served.
-NOT_FOUND = Failure(EdgeRefusal, _NOT_FOUND, "http_not_found", f"{_CLIENT}; its path was another.")
-METHOD_NOT_ALLOWED = Failure(
-    EdgeRefusal, Told("method_not_allowed", 405, "This route does not take this method.")
+NOT_FOUND = Failure(
+    EdgeRefusal,
+    _NOT_FOUND,
+    "http_not_found",
+    f"{_CLIENT}; its path was another, or sandbox_url is the internal URL.",
+)
+METHOD_NOT_ALLOWED = Failure(EdgeRefusal, _METHOD_NOT_ALLOWED)
+ROLLOUT_METHOD = Failure(
+    EdgeRefusal,
+    _METHOD_NOT_ALLOWED,
+    "http_method_not_allowed",
+    f"{_CLIENT}; its method was another, or sandbox_url is the internal URL.",
 )
 # The body's length is not declared exactly once, or the body came late or short.
 INVALID_BODY, REWARD_INVALID_BODY = _both(
@@ -373,6 +390,11 @@ BUSY, REWARD_BUSY = _both(
     "server.connections_max, or see why searches are slow.",
     "More reward requests came at once than there is room for: raise reward.slots or "
     "reward.waiting_max, or see why the helper is slow.",
+)
+OUT_OF_DESCRIPTORS = _ends(
+    Told("out_of_descriptors"),
+    "The process had no file descriptor left, so connections were dropped unseen: raise ulimit -n, "
+    "or see what else of this machine holds descriptors.",
 )
 QUOTA_EXHAUSTED = _ends(
     Told("quota_exhausted", 429, "The run's quota is used up."),

@@ -18,7 +18,7 @@ from smartsearch_sidecar.commands import app as command_line
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.record import CLASSES
 from smartsearch_sidecar.web.app import PROBES, SEGMENTS, App
-from smartsearch_sidecar.web.routes import Capabilities
+from smartsearch_sidecar.web.capabilities import Capabilities
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "public.md"
 WIDTH: Final = 118

@@ -221,7 +221,7 @@ class ServerSection(Section):
     idle_seconds: float = seconds(75, 86400)
     """An idle connection is closed after this; above the clients' own pool time."""
     connections_max: int = whole(4096, 1, 65536, "connections")
-    """Open at once; each costs a descriptor and 10 KB."""
+    """Open at once, strangers aside; each costs a descriptor and 10 KB."""
 
 
 class LedgerSection(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 from typing import Any, Final
 
 import orjson
@@ -21,7 +22,7 @@ JSON_INT_DIGITS_MAX: Final = 4_300
 
 # A string to its end, or to the end of the body: matching always, it cannot be made quadratic.
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_OPEN_CLOSE: Final = bytes.maketrans(b"{}", b"[]")
+_STEPS: Final = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: 1 and -1
 _NO_BRACKETS: Final = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
 
@@ -91,10 +92,12 @@ def _flat_object(raw: bytes) -> dict[str, str] | None:
 
 def _too_deep(raw: bytes) -> bool:
     """Whether brackets outside strings nest beyond the bound; unbalanced ones count as too deep."""
-    brackets = _STRING.sub(b"", raw).translate(_OPEN_CLOSE, _NO_BRACKETS)
-    for _ in range(JSON_DEPTH_MAX):  # each pass removes the innermost level everywhere
-        brackets = brackets.replace(b"[]", b"")
-    return bool(brackets)
+    steps = _STRING.sub(b"", raw).translate(_STEPS, _NO_BRACKETS)
+    depth = 0
+    for depth in accumulate(memoryview(steps).cast("b")):
+        if not 0 <= depth <= JSON_DEPTH_MAX:
+            return True
+    return depth != 0
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

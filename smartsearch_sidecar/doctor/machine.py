@@ -18,7 +18,7 @@ from typing import NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.load_test.client_worker import CLIENT_SECONDS, THREADS_PER_RANK
-from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS, bind
+from smartsearch_sidecar.process.sockets import CONNECTIONS_MIN, OTHER_DESCRIPTORS, bind
 
 SCORE_BYTES = 24 * 1024
 """Records of one score: a rollout of 8,192 tokens kept verbatim, and its answer."""
@@ -122,18 +122,18 @@ def check_descriptors(config: Config, ranks: int | None) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return ok(name, "unlimited")
-    needed = (ranks or 0) * THREADS_PER_RANK + OTHER_DESCRIPTORS
+    needed = max((ranks or 0) * THREADS_PER_RANK, CONNECTIONS_MIN) + OTHER_DESCRIPTORS
     wanted = max(needed, config.server.connections_max + OTHER_DESCRIPTORS)
     if hard < needed:
         return error(
             name,
-            f"{hard} are allowed, {ranks} ranks need {needed}",
+            f"{hard} are allowed, {f'{ranks} ranks need' if ranks else 'a run needs'} {needed}",
             f"ulimit -Hn {wanted}, or LimitNOFILE={wanted} in the unit",
         )
     if hard < wanted:
         return warning(
             name,
-            f"{hard} are allowed, server.connections_max needs {wanted}",
+            f"{hard} are allowed, server.connections_max needs {wanted} and follows them",
             f"ulimit -Hn {wanted}, or server.connections_max = {hard - OTHER_DESCRIPTORS}",
         )
     return ok(name, f"{hard} are allowed, {wanted} wanted")

@@ -37,7 +37,7 @@ from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.metrics import Observer
-from smartsearch_sidecar.process.sockets import bind, raise_descriptor_limit
+from smartsearch_sidecar.process.sockets import bind, last_descriptors, take_descriptors
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.retrieval.provider import (
     Progress,
@@ -50,10 +50,10 @@ from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.service import Service, ServicePolicy
 from smartsearch_sidecar.web.app import App
+from smartsearch_sidecar.web.capabilities import Capabilities
 from smartsearch_sidecar.web.edge.connection import EdgeServer
 from smartsearch_sidecar.web.edge.server import drain, listen
 from smartsearch_sidecar.web.ready import ServedRun
-from smartsearch_sidecar.web.routes import Capabilities
 
 if TYPE_CHECKING:
     from smartsearch_sidecar.cluster.bus import Connect
@@ -65,6 +65,7 @@ EXIT_LATCHED = 4
 
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # for descriptors
 MASK = "[capability]"
 
 OnReady = Callable[[Endpoints, Service], None]
@@ -127,6 +128,7 @@ class Daemon:
         self.probe_port: int | None = None
         self._edges: list[EdgeServer] = []
         self._listeners: list[asyncio.Server] = []
+        self._watch: asyncio.Task[None] | None = None
         server = config.server
         given = server.execute_capability, server.internal_capability
         self.secrets = tuple(map(_capability, given))
@@ -210,26 +212,32 @@ class Daemon:
         that a taken port is told at once.
         """
         given = self.config.server
-        wanted = [(self.app.handle, given.host, given.port)]
+        connections_max = take_descriptors(given.connections_max)
+        edge = partial(
+            EdgeServer,
+            observer=self.app,
+            keepalive_seconds=given.idle_seconds,
+            descriptors_max=last_descriptors(),
+        )
+        served = edge(
+            self.app.handle,
+            capabilities=self.app.capabilities,
+            connections_max=connections_max,
+        )
+        wanted = [(served, given.host, given.port)]
         if given.probe_port is not None:
-            probed = given.probe_host or given.host
-            wanted.append((self.app.handle_probe, probed, given.probe_port))
-        self._edges = [
-            EdgeServer(
-                handler,
-                observer=self.app,
-                capability_marker=self.app.capability_marker,
-                keepalive_seconds=given.idle_seconds,
-                connections_max=given.connections_max,
-            )
-            for handler, _, _ in wanted
-        ]
+            # It knows no capability: all that connect to it are strangers.
+            probed = edge(self.app.handle_probe, capabilities=None, connections_max=1)
+            wanted.append((probed, given.probe_host or given.host, given.probe_port))
+        self._edges = [one for one, _, _ in wanted]
         with ExitStack() as bound:
             sockets = [bound.enter_context(bind(host, port)) for _, host, port in wanted]
+            ports: list[int] = [sock.getsockname()[1] for sock in sockets]
+            bound.callback(self._close_listeners)
+            for one, sock in zip(self._edges, sockets, strict=True):
+                self._listeners.append(await listen(one, sock))
             bound.pop_all()
-        ports: list[int] = [sock.getsockname()[1] for sock in sockets]
-        for edge, sock in zip(self._edges, sockets, strict=True):
-            self._listeners.append(await listen(edge, sock))
+        self._watch = asyncio.create_task(self._look_often(), name="descriptors")
         self.port, self.probe_port = ports[0], ports[1] if len(ports) > 1 else None
         return ports[0]
 
@@ -327,7 +335,17 @@ class Daemon:
         cause = run.state.cause
         self._log.info("stopped", latched=cause.cause if cause else None)
 
+    async def _look_often(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for edge in self._edges:
+                edge.descriptors_max = last_descriptors()
+            if not self.app.look():
+                return  # told once
+
     def _close_listeners(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for listener in self._listeners:
             listener.close()
 
@@ -452,7 +470,6 @@ def serve_until_stopped(
             on_ready=on_ready,
         )
         configure_logs(daemon.secrets, pretty=pretty_logs)
-        raise_descriptor_limit(config.server.connections_max)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 import resource
 import socket
+import sys
 
 import structlog
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.web.edge.connection import STRANGERS_MAX
 
-OTHER_DESCRIPTORS = 256
-"""Beside client connections: journal, index, helper, retriever and the event loop."""
+OTHER_DESCRIPTORS = 256 + 2 * STRANGERS_MAX
+"""Beside connections that have shown a capability: journal, index, helper, retriever, the event
+loop, and the strangers of both listeners."""
+CONNECTIONS_MIN = 64
+"""A run with room for fewer is not begun: one node's rollouts would be refused."""
+LAST_DESCRIPTORS = 16
+"""From here to the limit: a connection that is given one of them is among the last."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -37,20 +44,39 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def raise_descriptor_limit(connections_max: int) -> None:
+def last_descriptors() -> int:
+    """The first of the last descriptors, under the limit of now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft - LAST_DESCRIPTORS
+
+
+def take_descriptors(connections_max: int) -> int:
     """Raises the soft limit of descriptors to what ``connections_max`` connections need.
 
-    Logs a warning where the hard limit is lower: without a descriptor a connection cannot be
-    accepted, and its call gets no answer.
+    Returns how many connections may show a capability: fewer where the hard limit is lower.
+
+    Raises:
+        UsageError: the hard limit has no room for a node's rollouts.
     """
     wanted = connections_max + OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = soft
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        reached = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reached), hard))
-        if reached < wanted:
-            structlog.get_logger("daemon").warning(
-                "too few file descriptors for server.connections_max: raise ulimit -n",
-                wanted=wanted,
-                allowed=reached,
-            )
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == resource.RLIM_INFINITY:
+        return connections_max
+    allowed = min(connections_max, limit - OTHER_DESCRIPTORS)
+    if allowed < min(connections_max, CONNECTIONS_MIN):
+        raise errors.USAGE(
+            f"ulimit -n allows {limit} file descriptors, and a run needs "
+            f"{CONNECTIONS_MIN + OTHER_DESCRIPTORS} at least and {wanted} for "
+            "server.connections_max: raise the hard limit"
+        )
+    if allowed < connections_max:
+        structlog.get_logger("daemon").warning(
+            "server.connections_max follows ulimit -n: raise it for more",
+            connections_max=allowed,
+            wanted=connections_max,
+        )
+    return allowed

@@ -9,8 +9,10 @@ body may be large, so it is parsed before its slot and off the loop. And some cl
 error status into an empty text: such a client is told of a failure in the one way that reaches its
 log (``Form.surfaces`` of the contract).
 
-A slip of the operator changes nothing. A failed reward closes the latch even when the trainer made
-the slip: the pinned trainer swallows the first exception and scores the batch again.
+A slip of the operator changes nothing. What holds a capability and is not served closes the latch,
+since it may be a rollout's, and so does the internal capability where a rollout would ask. A failed
+reward closes the latch even when the trainer made the slip: the pinned trainer swallows the first
+exception and scores the batch again.
 
 Apart from the daemon, its one user: routes here, the process there.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import orjson
 import structlog
@@ -36,12 +39,12 @@ from smartsearch_sidecar.gate.receipts import compare
 from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.scoring.service import Scoring, as_reward_failure
 from smartsearch_sidecar.search.service import search_many
+from smartsearch_sidecar.web.capabilities import Capabilities, Target
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply
+from smartsearch_sidecar.web.edge.server import descriptor_left
 from smartsearch_sidecar.web.operator import OperatorRoutes
 from smartsearch_sidecar.web.ready import Ready, ServedRun
 from smartsearch_sidecar.web.routes import (
-    Capabilities,
-    Target,
     answer_json,
     answer_search,
     error_payload,
@@ -53,6 +56,7 @@ from smartsearch_sidecar.web.routes import (
 PROBES = frozenset({"/livez", "/readyz"})
 # What stands after the capability, by the name in `execute.routes`.
 SEGMENTS = {"search": ("search", "batch_search"), "retrieve": ("retrieve",)}
+ROLLOUT_SEGMENTS = frozenset({"execute", *(name for names in SEGMENTS.values() for name in names)})
 
 SETTLE_SECONDS_MAX = 600.0  # a gate that waits longer is a hung trainer
 OPERATOR_BYTES_MAX = 65536  # a reason, a path
@@ -85,8 +89,7 @@ class App:
         ``[execute]``; ``about`` names the run on its page.
         """
         self.observer = observer
-        self._capabilities = capabilities
-        self.capability_marker = capabilities.capability_marker
+        self.capabilities = capabilities
         self._body_bytes_max = body_bytes_max
         self._body_seconds = body_seconds
         self._log = structlog.get_logger("web")
@@ -123,13 +126,27 @@ class App:
             self._ready.close_latch(errors.BAD_MESSAGE(f"bytes that are not HTTP ({reason})"))
 
     def overflow(self) -> None:
-        """A connection over ``server.connections_max`` was refused: every one that is open carries
-        our capability or awaits an answer, so the one refused was a rollout's or the trainer's.
+        """A connection over ``server.connections_max`` was refused: a rollout's or the trainer's,
+        since it has shown a capability.
         """
         self._log.error("connections_max reached; a connection was refused")
         self._ready.close_latch(
             errors.BUSY("server.connections_max was reached and a connection refused")
         )
+
+    def exhausted(self) -> None:
+        """Connections may have been dropped before any code of ours has seen them."""
+        self._log.error("no file descriptor is left; connections may have been dropped")
+        self._ready.close_latch(
+            errors.OUT_OF_DESCRIPTORS("no file descriptor was left to accept a connection with")
+        )
+
+    def look(self) -> bool:
+        """Whether a connection could be accepted now; if not, the run has failed."""
+        left = descriptor_left()
+        if not left:
+            self.exhausted()
+        return left
 
     def crashed(self, exc: BaseException) -> None:
         """A handler broke; the run is over, because what was answered is not known."""
@@ -141,17 +158,19 @@ class App:
     async def handle(self, request: EdgeRequest) -> Reply | web.StreamResponse:
         """Every request of every route."""
         raw = request.raw_target
-        if self._capabilities.is_execute(raw) and request.method == "POST" and self._serves_execute:
+        if self.capabilities.is_execute(raw) and request.method == "POST" and self._serves_execute:
             return await self._execute(request)
         if raw in PROBES:
             return self._probe(request, raw)
         try:
-            target = self._capabilities.read(raw)
+            target = self._read(request)
             if target.internal:
                 return await self._internal(request, target)
             if request.method != "POST":
-                raise errors.METHOD_NOT_ALLOWED("rollouts post")
+                raise errors.ROLLOUT_METHOD("a rollout's route was asked by another method")
             (segment,) = target.segments
+            if segment == "execute" and self._serves_execute:
+                return await self._execute(request)
             if segment in self._segments:
                 return await self._search(request, segment)
             raise errors.NOT_FOUND("a rollout asked for a route that is not served")
@@ -162,7 +181,23 @@ class App:
         """The second listener's routes: ``/livez`` and ``/readyz`` alone."""
         if request.raw_target in PROBES:
             return self._probe(request, request.raw_target)
-        return self._refused(request, errors.UNAUTHORIZED("only probes are served here"))
+        exc: errors.SidecarError = errors.UNAUTHORIZED("only probes are served here")
+        if self.capabilities.carried(request.raw_target, request.headers):
+            exc = errors.MISDIRECTED("a capability was sent to the listener of the probes")
+        return await self._settled(request, exc)
+
+    def _read(self, request: EdgeRequest) -> Target:
+        """The target of a request. Raises ``Unauthorized``, or ``MISDIRECTED`` where it holds a
+        capability all the same.
+        """
+        try:
+            return self.capabilities.read(request.raw_target)
+        except errors.Unauthorized:
+            if self.capabilities.carried(request.raw_target, request.headers):
+                raise errors.MISDIRECTED(
+                    "a request held a capability in another place or spelling than is served"
+                ) from None
+            raise
 
     async def _execute(self, request: EdgeRequest) -> Reply:
         try:
@@ -206,6 +241,8 @@ class App:
     async def _internal(self, request: EdgeRequest, target: Target) -> Reply | web.StreamResponse:
         page = self.operator.pages.get(target.segments)
         if page is not None:
+            if request.method == "POST" and not any(target.segments):
+                raise errors.ROLLOUT_METHOD("a rollout posted to the internal URL")
             if request.method != "GET":
                 raise errors.METHOD_NOT_ALLOWED("pages are read")
             shown = await page(request, target.query)
@@ -213,6 +250,8 @@ class App:
             return shown
         route = self._internal_routes.get(target.segments)
         if route is None:
+            if not ROLLOUT_SEGMENTS.isdisjoint(unquote(one).lower() for one in target.segments):
+                raise errors.NOT_FOUND("a rollout's route was asked under the internal capability")
             raise errors.NO_SUCH_PAGE("no internal route of this name")
         method, handler = route
         if request.method != method:
@@ -227,6 +266,7 @@ class App:
     async def _health(self, request: EdgeRequest, target: Target) -> tuple[int, Any]:
         run = self._ready.now()
         seconds = _settle_seconds(target.query)
+        self.look()
         if run.cluster_run is None:
             report = await health_report(run.service, settle_seconds=seconds)
         else:
@@ -253,6 +293,7 @@ class App:
         run = self._ready.now()
         wanted = parse_checkpoint(await self._operator_json(request))
         seconds = _settle_seconds(target.query, SETTLE_SECONDS)
+        self.look()
         accepted, answer = await take_checkpoint(
             run.service, wanted, settle_seconds=seconds, cluster_run=run.cluster_run
         )
@@ -323,7 +364,7 @@ class App:
         if raw in PROBES:
             return "probe"
         try:
-            target = self._capabilities.read(raw)
+            target = self.capabilities.read(raw)
         except errors.Unauthorized:
             return "unknown"
         if target.internal:

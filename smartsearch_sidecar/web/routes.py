@@ -1,15 +1,9 @@
-"""Who may ask what, and what every route does with a request: read its body, answer it, refuse it.
-
-Targets are compared as the bytes sent, never decoded: a percent-encoded or absolute form of a right
-path is another path.
-"""
+"""What every route does with a request: read its body, answer it, refuse it."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -22,49 +16,6 @@ from smartsearch_sidecar.web.ready import ServedRun
 PARSE_ON_LOOP_BYTES_MAX: Final = 65_536  # strict parsing of more holds the loop for milliseconds
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """An authenticated request target: whose capability, and the segments after it."""
-
-    internal: bool
-    segments: tuple[str, ...]
-    query: str
-
-
-class Capabilities:
-    """The two secrets of a run, compared in time that does not depend on how much is right."""
-
-    def __init__(self, execute: str, internal: str) -> None:
-        self._execute = execute.encode()
-        self._internal = internal.encode()
-        self._execute_target = b"/" + self._execute + b"/execute"
-        self.capability_marker = b"/" + self._execute + b"/"
-
-    def is_execute(self, raw_target: str) -> bool:
-        """Exactly the rollout's path."""
-        return hmac.compare_digest(
-            raw_target.encode("utf-8", "surrogateescape"), self._execute_target
-        )
-
-    def read(self, raw_target: str) -> Target:
-        """Splits a target; raises ``Unauthorized`` without a hint which part was wrong."""
-        path, _, query = raw_target.partition("?")
-        whole = raw_target.split("/")
-        parts = path.split("/")
-        execute = hmac.compare_digest(_second(whole), self._execute)
-        internal = hmac.compare_digest(_second(parts), self._internal)
-        if parts[0] == "" and internal:
-            return Target(True, tuple(parts[2:]), query)
-        # A rollout's query string belongs to the segment it stands in: it is never served.
-        if whole[0] == "" and execute and len(whole) == 3:
-            return Target(False, (whole[2],), "")
-        raise errors.UNAUTHORIZED("wrong or no capability")
-
-
-def _second(parts: list[str]) -> bytes:
-    return (parts[1] if len(parts) > 1 else "").encode("utf-8", "surrogateescape")
 
 
 async def read_body(request: EdgeRequest, bytes_max: int, seconds: float) -> bytes:

@@ -27,10 +27,11 @@ from smartsearch_sidecar.run.line import Draft, draft, encode_line
 from smartsearch_sidecar.run.record import NativeCall, RetrievalAnswered, RetrievalRequested
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.run.state import RunState
+from smartsearch_sidecar.web.capabilities import Capabilities
 from smartsearch_sidecar.web.edge.connection import EdgeServer
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.edge.server import listen
-from smartsearch_sidecar.web.routes import Capabilities, read_body
+from smartsearch_sidecar.web.routes import read_body
 from tests.benchmarks.instant import Instant
 from tests.fakes.served import ENVIRONMENT, INTERNAL_CAPABILITY
 
@@ -65,6 +66,9 @@ class Observer:
     def overflow(self) -> None:
         print("overflow", file=sys.stderr)
 
+    def exhausted(self) -> None:
+        print("exhausted", file=sys.stderr)
+
 
 class Stack:
     """The layers up to ``number``."""
@@ -72,7 +76,7 @@ class Stack:
     def __init__(self, number: int, capability: str, payload: bytes, folder: Path) -> None:
         self._number = number
         self._payload = payload
-        self._capabilities = Capabilities(capability, INTERNAL_CAPABILITY)
+        self.capabilities = Capabilities(capability, INTERNAL_CAPABILITY)
         self._rules = ExecuteRules(ENVIRONMENT, frozenset())
         self._slots = Slots(8, 512)
         self._state = RunState(max_calls=10**9)
@@ -87,14 +91,9 @@ class Stack:
         self._files.create()
         self._files.start_segment(1)
 
-    @property
-    def capability_marker(self) -> bytes:
-        """What the bytes of a rollout's connection carry."""
-        return self._capabilities.capability_marker
-
     async def handle(self, request: EdgeRequest) -> Reply:
         """One request, as ``web/app.py`` takes it."""
-        if not self._capabilities.is_execute(request.raw_target):
+        if not self.capabilities.is_execute(request.raw_target):
             return request.refuse(401, b"{}")
         body = await read_body(request, BODY_BYTES_MAX, 10)
         payload = self._payload
@@ -157,7 +156,7 @@ async def serve(
     server = EdgeServer(
         stack.handle,
         observer=Observer(),
-        capability_marker=stack.capability_marker,
+        capabilities=stack.capabilities,
         keepalive_seconds=75,
         connections_max=4096,
     )

@@ -21,6 +21,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.commands import app
 from smartsearch_sidecar.doctor import machine
 from smartsearch_sidecar.doctor.machine import Finding, Level
+from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 from tests.fakes.helper import MODEL, FakeHelper
@@ -388,7 +389,7 @@ def test_an_unknown_filesystem_is_a_warning() -> None:
 def test_descriptors_are_counted_against_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too few for the ranks is an error, too few for every connection a warning."""
+    """Too few for the ranks or for a run is an error, too few for every connection a warning."""
     limits = {"hard": 0}
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (16, limits["hard"]))
     config = configured(tmp_path, server__connections_max=1000)
@@ -397,10 +398,11 @@ def test_descriptors_are_counted_against_the_ranks(
         limits["hard"] = hard
         return machine.check_descriptors(config, ranks).level
 
-    assert level(319, 8) is Level.ERROR
-    assert level(320, 8) is Level.WARNING
-    assert level(319, None) is Level.WARNING
-    assert level(1256, 8) is Level.OK
+    assert level(OTHER_DESCRIPTORS + 127, 16) is Level.ERROR
+    assert level(OTHER_DESCRIPTORS + 128, 16) is Level.WARNING
+    assert level(OTHER_DESCRIPTORS + 63, None) is Level.ERROR
+    assert level(OTHER_DESCRIPTORS + 64, None) is Level.WARNING
+    assert level(OTHER_DESCRIPTORS + 1000, 8) is Level.OK
     assert level(resource.RLIM_INFINITY, 1024) is Level.OK
 
 

@@ -122,6 +122,10 @@ def test_brackets_inside_strings_do_not_nest(text: str) -> None:
         b'["' * 131_000,
         b'{"a":' * 50_000,
         b"[" * 70 + b'"' + b'\\"' * 130_000,
+        b"[" * 64 + b"]" * 64 + b"[" * 200_000,
+        (b"[" * 64 + b"]" * 64) * 2_000,
+        b"[]" * 131_000,
+        b"]" * 200_000,
     ],
 )
 def test_hostile_json_of_the_largest_size_is_refused(body: bytes) -> None:

@@ -204,6 +204,7 @@ async def one_connection_too_many(run: Served) -> Answered:
         await one.send(request())
         assert (await one.answer()).status == 200
     late = await connect(run)
+    await late.send(request())
     assert await late.closed()
     for one in (*taken, late):
         one.close()

@@ -108,8 +108,9 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "methods",
         "any other method: 501, a page, for strangers too",
-        "405 `method_not_allowed`, strangers 401",
-        "a stranger learns nothing of what is served",
+        "405 `method_not_allowed`, and under the execute capability the latch closes "
+        "(`http_method_not_allowed`); strangers 401",
+        "a stranger learns nothing of what is served, and a rollout trains on what it is told",
     ),
     Difference(
         "late_body",
@@ -139,10 +140,17 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     ),
     Difference(
         "raw_target",
-        "leading slashes collapse (`//CAPABILITY/execute` is served), and a target need not begin "
-        "with one",
-        "targets are compared as sent: 401, or 400 `bad_message` where it is no target",
-        "one spelling, one meaning",
+        "slashes collapse before a path (`//CAPABILITY/execute` is served), not within it or at "
+        "its end (401), and a target need not begin with one",
+        "slashes collapse everywhere, also at the end; 400 `bad_message` where it is no target",
+        "clients join `sandbox_url` and the route in their own ways, and one meaning is enough",
+    ),
+    Difference(
+        "capability_elsewhere",
+        "a request that holds the capability in another spelling or place (upper case, "
+        "percent-encoded, absolute, in a query or a header, alone) is a stranger's: 401",
+        "the same 401, and the latch closes (`http_unauthorized`)",
+        "no stranger holds it: a rollout asked, and trains on the 401",
     ),
     Difference(
         "http_parser",
@@ -160,7 +168,8 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     ),
     Difference(
         "nesting",
-        "nesting is bounded by what the interpreter can take",
+        "nesting is bounded by what the interpreter can take; a call of nearly 200 brackets left "
+        "open is its `MemoryError`: 502 `retrieval_failed`, `http_retrieval_failed`",
         "by 64 levels of JSON and 64 pairs of parentheses in a call",
         "the same verdict on every Python",
     ),
@@ -173,8 +182,8 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "connections_max",
         "any number of connections, a thread each",
-        "over `server.connections_max` strangers are dropped; then 429 is not even said and the "
-        "latch closes (`http_busy`)",
+        "strangers make room for others; one that shows a capability over "
+        "`server.connections_max` is closed, and so is the latch (`http_busy`)",
         "everything has a limit, and a refused call became rollout text",
     ),
     Difference(

@@ -179,13 +179,13 @@ _CUT_OFF: dict[str, tuple[bytes, str, Outcome, Outcome]] = {
 }
 
 _TARGETS: dict[str, tuple[str, Outcome, Outcome]] = {
-    "two slashes": (f"//{CAPABILITY}/execute", ANSWERED, STRANGER),
-    "three slashes": (f"///{CAPABILITY}/execute", ANSWERED, STRANGER),
-    "two slashes and another route": (f"//{CAPABILITY}/other", NOT_FOUND, STRANGER),
+    "a slash behind": (f"{TARGET}/", STRANGER, ANSWERED),
+    "two slashes between": (f"/{CAPABILITY}//execute", STRANGER, ANSWERED),
+    "slashes everywhere": (f"//{CAPABILITY}//execute//", STRANGER, ANSWERED),
     "a word before the slash": (f"x/{CAPABILITY}/execute", ANSWERED, REFUSED),
     "a scheme before the slash": (f"http:/{CAPABILITY}/execute", ANSWERED, REFUSED),
     "a word before another route": (f"x/{CAPABILITY}/other", NOT_FOUND, REFUSED),
-    "no slash": (f"{CAPABILITY}/execute", STRANGER, REFUSED_STRANGER),
+    "no slash": (f"{CAPABILITY}/execute", STRANGER, REFUSED),
 }
 
 _OWN_ROUTES: dict[str, tuple[str, Outcome]] = {
@@ -195,7 +195,8 @@ _OWN_ROUTES: dict[str, tuple[str, Outcome]] = {
         f"/{INTERNAL_CAPABILITY}/health",
         Outcome(405, "method_not_allowed"),
     ),
-    "an operator's slip": (f"/{INTERNAL_CAPABILITY}/execute", Outcome(404, "not_found")),
+    "an operator's slip": (f"/{INTERNAL_CAPABILITY}/other", Outcome(404, "not_found")),
+    "the internal URL in sandbox_url": (f"/{INTERNAL_CAPABILITY}/execute", NOT_FOUND),
     "an operator's bad request": (
         f"/{INTERNAL_CAPABILITY}/latch",
         Outcome(400, "operator_request"),

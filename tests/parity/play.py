@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from tests.parity.messages import ODD, Odd, Outcome
 from tests.parity.retriever import BAD_SEARCHES, GOOD, OTHER_SEARCHES, VALUE_ERRORS, Plan
 from tests.parity.sides import LIMIT, Pair, State, pair
-from tests.parity.wire import Said, exchange
+from tests.parity.wire import CAPABILITY, Said, exchange
 
 HEADERS = ("content-type", "cache-control", "x-content-type-options")
 IN_MEMORY = {"quota_exhausted", "identity_changed"}
+METHOD_CAUSES = {"http_method_not_allowed", "http_unauthorized"}
 DEPTH, WORDS = 64, 138  # beyond these nesting is ours to bound
 
 
@@ -203,7 +205,7 @@ def _methods(moment: Moment) -> bool:
     return (
         (moment.theirs.status, moment.theirs.code) == (501, None)
         and moment.ours.status in (401, 405)
-        and moment.their_state == moment.our_state
+        and (moment.their_state == moment.our_state or moment.our_cause in METHOD_CAUSES)
     )
 
 
@@ -279,7 +281,15 @@ def _said(said: Said, status: int, code: str) -> bool:
     return (said.status, said.code) == (status, code)
 
 
+def _capability_elsewhere(moment: Moment) -> bool:
+    told = _said(moment.theirs, 401, "unauthorized") and _said(moment.ours, 401, "unauthorized")
+    spelled = unquote(unquote(moment.step.request.decode("latin-1"))).lower()
+    latched = not moment.was_open or moment.our_cause == "http_unauthorized"
+    return told and CAPABILITY.lower() in spelled and latched
+
+
 EXPLANATIONS: dict[str, Callable[[Moment], bool]] = {
+    "capability_elsewhere": _capability_elsewhere,
     "methods": _methods,
     "utf8_only": _utf8_only,
     "nesting": _nesting,

@@ -41,7 +41,6 @@ plans = st.one_of(
 
 TARGETS = (
     TARGET,
-    TARGET + "/",
     TARGET + "?",
     TARGET + "?q=/x",
     TARGET + "#x",
@@ -49,7 +48,9 @@ TARGETS = (
     f"/{CAPABILITY}",
     f"/{CAPABILITY}?x/execute",
     f"/{CAPABILITY}#/execute",
-    f"/{CAPABILITY}//execute",
+    f"//{CAPABILITY}/execute",
+    f"///{CAPABILITY}/execute",
+    f"//{CAPABILITY}/other",
     f"/{CAPABILITY}/EXECUTE",
     f"/{CAPABILITY}/execut%65",
     f"/{CAPABILITY}/health",

@@ -16,6 +16,7 @@ from tests.parity.play import Step, differs
 from tests.parity.retriever import Held
 from tests.parity.sides import Reference, needs_reference, ours, pair, reference
 from tests.parity.wire import (
+    CAPABILITY,
     NOTHING,
     TARGET,
     asking,
@@ -33,11 +34,27 @@ ADDRESS = "127.0.0.1"
 @pytest.mark.parametrize("target", [TARGET, "/" + "x" * 43 + "/execute"])
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
 async def test_differs_methods(tmp_path: Path, method: str, target: str) -> None:
-    """Any method but POST is 501 there; here 405, and 401 for a stranger; it latches nothing."""
+    """Any method but POST is 501 there; here 405 and the end, and 401 for a stranger."""
     step = Step(message(BODY, method=method, target=target))
     moment = await differs(tmp_path, step, "methods")
     assert moment.ours.status == (405 if target == TARGET else 401)
-    assert not moment.our_state.latched
+    assert moment.our_cause == ("http_method_not_allowed" if target == TARGET else None)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        f"/{CAPABILITY.upper()}/execute",
+        f"/%65{CAPABILITY[1:]}/execute",
+        f"http://127.0.0.1/{CAPABILITY}/execute",
+        f"/{CAPABILITY}",
+        f"/execute?{CAPABILITY}",
+    ],
+)
+async def test_differs_capability_elsewhere(tmp_path: Path, target: str) -> None:
+    """A capability in another spelling or place: a stranger there, and a failed rollout here."""
+    moment = await differs(tmp_path, Step(message(BODY, target=target)), "capability_elsewhere")
+    assert not moment.their_state.latched
 
 
 async def _odd(tmp_path: Path, name: str) -> None:
@@ -53,7 +70,7 @@ async def test_differs_http_parser(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", names_of("raw_target"))
 async def test_differs_raw_target(tmp_path: Path, name: str) -> None:
-    """A path in another spelling is served there and unknown here."""
+    """Slashes within a path, and a word before it, are told apart there and not here."""
     await _odd(tmp_path, name)
 
 
@@ -141,8 +158,12 @@ async def test_surrogates_as_bytes_latch_under_another_cause(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("change", "status"),
-    [({"call": DEEP_CALL}, 200), ({"more": json.loads("[" * 65 + "]" * 65)}, 400)],
-    ids=["call", "body"],
+    [
+        ({"call": DEEP_CALL}, 200),
+        ({"call": "wikipedia_search(query=" + "[" * 199 + ", top_n=5)"}, 502),
+        ({"more": json.loads("[" * 65 + "]" * 65)}, 400),
+    ],
+    ids=["call", "open brackets", "body"],
 )
 async def test_differs_nesting(tmp_path: Path, change: dict[str, object], status: int) -> None:
     """What is nested deeper than our bounds is left to the interpreter there."""

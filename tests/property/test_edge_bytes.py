@@ -33,6 +33,8 @@ CAUSES = {
     None,
     "http_bad_message",
     "http_not_found",
+    "http_unauthorized",
+    "http_method_not_allowed",
     "http_invalid_body",
     "http_body_size",
     "http_content_type",

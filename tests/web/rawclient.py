@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from smartsearch_sidecar.web.edge.connection import EdgeServer, Handler
+from smartsearch_sidecar.web.capabilities import Capabilities
+from smartsearch_sidecar.web.edge.connection import STRANGERS_MAX, EdgeServer, Handler
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.edge.server import drain, listen
 from tests.fakes.until import until
 
 PATIENCE = 10.0  # seconds until a wait in a test is a finding
 CAPABILITY = b"Zr4tT9-capability-of-the-edge-tests_0123456789"
+INTERNAL = b"iN7ern4l-capability-of-the-edge-tests_98765432"
 MARKER = b"/" + CAPABILITY + b"/"
 TARGET = "/" + CAPABILITY.decode() + "/execute"
 
@@ -133,6 +136,7 @@ class Recorder:
     faults: list[tuple[str, bool]] = field(default_factory=list)
     crashes: list[BaseException] = field(default_factory=list)
     overflows: int = 0
+    exhaustions: int = 0
 
     def malformed(self, reason: str, authenticated: bool) -> None:
         self.faults.append((reason, authenticated))
@@ -143,9 +147,12 @@ class Recorder:
     def overflow(self) -> None:
         self.overflows += 1
 
+    def exhausted(self) -> None:
+        self.exhaustions += 1
+
     @property
     def silent(self) -> bool:
-        return not (self.faults or self.crashes or self.overflows)
+        return not (self.faults or self.crashes or self.overflows or self.exhaustions)
 
 
 @dataclass
@@ -173,6 +180,8 @@ async def serving(
     *,
     keepalive_seconds: float = 75,
     connections_max: int = 4096,
+    strangers_max: int = STRANGERS_MAX,
+    descriptors_max: int = sys.maxsize,
     stall_seconds: float = 10,
 ) -> AsyncIterator[Served]:
     """A served edge; without a handler, one that answers what it was sent. Nothing may be left."""
@@ -190,9 +199,11 @@ async def serving(
     server = EdgeServer(
         handler or echo,
         observer=seen,
-        capability_marker=MARKER,
+        capabilities=Capabilities(CAPABILITY.decode(), INTERNAL.decode()),
         keepalive_seconds=keepalive_seconds,
         connections_max=connections_max,
+        strangers_max=strangers_max,
+        descriptors_max=descriptors_max,
         stall_seconds=stall_seconds,
     )
     sock = socket.socket()

@@ -24,7 +24,6 @@ from smartsearch_sidecar.web.edge.server import drain
 from tests.fakes.until import until
 from tests.web.rawclient import (
     CAPABILITY,
-    MARKER,
     PATIENCE,
     TARGET,
     RawClient,
@@ -263,15 +262,21 @@ async def test_callback_that_raises_is_a_crash_and_the_connection_still_ends() -
 
 
 async def test_connection_over_the_bound_is_closed_unread_and_reported() -> None:
-    """The bound holds, a refused connection is visible, and a place that becomes free is used."""
+    """The bound holds, a refused connection is visible, and a place that becomes free is used. It
+    is refused once it has shown a capability: until then it may be a stranger's.
+    """
     async with serving(connections_max=2) as served:
         first, second = await served.connect(), await served.connect()
         for client in (first, second):
             await client.send(message())
             assert (await client.answer()).status == 200
         third = await served.connect()
+        await until(lambda: served.server.open == 3)
+        assert served.seen.silent
+        await third.send(message())
         assert await third.closed()
         third.close()
+        await until(lambda: served.server.open == 2)
         assert served.seen == Recorder(overflows=1)
         second.close()
         await until(lambda: served.server.open == 1)
@@ -286,9 +291,9 @@ async def test_connection_over_the_bound_is_closed_unread_and_reported() -> None
 
 async def test_strangers_never_cost_a_rollout_its_connection() -> None:
     """A connection that has shown no capability makes room, the oldest first; ours never do."""
-    async with serving(connections_max=3) as served:
-        silent, dripping, ours = [await served.connect() for _ in range(3)]
-        await until(lambda: served.server.open == 3)
+    async with serving(connections_max=3, strangers_max=1) as served:
+        silent, dripping, other, ours = [await served.connect() for _ in range(4)]
+        await until(lambda: served.server.open == 4)
         await dripping.send(b"POST /some")
         await ours.send(message())
         assert (await ours.answer()).status == 200
@@ -300,12 +305,15 @@ async def test_strangers_never_cost_a_rollout_its_connection() -> None:
             await kept[-1].send(message())
             assert (await kept[-1].answer()).status == 200
         assert served.seen.overflows == 0
-        refused = await served.connect()
-        assert await refused.closed()
+        newcomer = await served.connect()
+        assert await other.closed()
+        assert served.seen.overflows == 0
+        await newcomer.send(message())
+        assert await newcomer.closed()
         assert served.seen.overflows == 1
         await ours.send(message())
         assert (await ours.answer()).status == 200
-        for client in (*kept, refused):
+        for client in (*kept, other, newcomer):
             client.close()
 
 
@@ -513,19 +521,20 @@ async def test_drain_waits_to_see_whether_the_last_answers_were_read() -> None:
 
 
 async def test_edge_without_bounds_is_refused() -> None:
-    """A capability marker that every connection holds, or a bound of zero, is a mistake of ours."""
+    """A bound of zero is a mistake of ours."""
 
     async def handler(request: EdgeRequest) -> Reply:
         return answering(request)
 
-    for capability_marker, seconds, most in ((b"", 75.0, 1), (MARKER, 0.0, 1), (MARKER, 75.0, 0)):
+    for seconds, most, strangers in ((0.0, 1, 1), (75.0, 0, 1), (75.0, 1, 0)):
         with pytest.raises(errors.InvariantBroken):
             EdgeServer(
                 handler,
                 observer=Recorder(),
-                capability_marker=capability_marker,
+                capabilities=None,
                 keepalive_seconds=seconds,
                 connections_max=most,
+                strangers_max=strangers,
             )
 
 

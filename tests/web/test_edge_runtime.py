@@ -251,7 +251,7 @@ from smartsearch_sidecar.web.edge.server import listen
 
 async def main():
     server = EdgeServer(
-        None, observer=None, capability_marker=b"/c/", keepalive_seconds=1, connections_max=1
+        None, observer=None, capabilities=None, keepalive_seconds=1, connections_max=1
     )
     try:
         await listen(server, None)
@@ -411,7 +411,7 @@ async def test_hooks_that_aiohttp_no_longer_calls_are_seen(monkeypatch: Patch) -
     server = EdgeServer(
         answered,
         observer=Recorder(),
-        capability_marker=b"/c/",
+        capabilities=None,
         keepalive_seconds=1.0,
         connections_max=1,
     )

@@ -41,7 +41,7 @@ async def test_readyz_is_503_once_latched(tmp_path: Path) -> None:
 
 
 async def test_probe_listener_serves_probes_alone(tmp_path: Path) -> None:
-    """The second listener knows no capability."""
+    """The second listener serves no capability, and a rollout that asks there has failed."""
     keys: dict[str, Any] = {"server__probe_host": "127.0.0.1", "server__probe_port": 0}
     async with served(tmp_path / "run", **keys) as run:
         port = run.daemon.probe_port
@@ -51,7 +51,8 @@ async def test_probe_listener_serves_probes_alone(tmp_path: Path) -> None:
         for path in (f"/{INTERNAL_CAPABILITY}/health", f"/{EXECUTE_CAPABILITY}/execute"):
             async with run.session.post(base + path) as answer:
                 assert answer.status == 401
-        assert (await run.health())[0] == 200
+        status, health = await run.health()
+        assert (status, health["cause"]["cause"]) == (503, "http_unauthorized")
 
 
 async def test_latch_by_hand(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from typing import Any, Final, Protocol, cast
 from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.web.capabilities import LONGEST, Capabilities
 from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
     BAD_MESSAGE,
@@ -26,6 +28,8 @@ from smartsearch_sidecar.web.edge.request import (
 HALF_CLOSE_SECONDS: Final = 1.0  # for the client to close first: that tells whether it has read
 LINGERING_SECONDS: Final = 2.0  # for the rest of a refused body, so that its sender reads why
 STALL_SECONDS: Final = 10.0  # TCP_USER_TIMEOUT: a peer that takes nothing for as long is dropped
+STRANGERS_MAX: Final = 128  # connections that they keep where all others have shown a capability
+LOOKED_BYTES: Final = 8192  # where a capability is looked for: a client's head begins a segment
 # By attribute, not by import: where it is gone, the check at start names it.
 _ErrInfo: Any = getattr(web_protocol, "_ErrInfo", None)
 
@@ -47,14 +51,17 @@ class EdgeObserver(Protocol):
         """A handler or a callback of its raised what it must not; the client got a 500 if any."""
 
     def overflow(self) -> None:
-        """A connection over ``connections_max`` was closed unread: no stranger was left to cut."""
+        """A connection that showed a capability was closed: ``connections_max`` others had."""
+
+    def exhausted(self) -> None:
+        """The process is at its last descriptors, and no stranger holds one of them."""
 
 
 class EdgeConnection(web.RequestHandler):
     """One connection, as an asyncio protocol; aiohttp calls the methods it overrides."""
 
     __slots__ = (
-        *("server", "authenticated", "streaming", "unread"),
+        *("server", "authenticated", "stranger", "streaming", "unread"),
         *("_arrived", "_began", "_bye", "_fault", "_first", "_poller", "_reported", "_tail"),
         *("_taking",),
     )
@@ -62,7 +69,8 @@ class EdgeConnection(web.RequestHandler):
     def __init__(self, server: EdgeServer, **options: Any) -> None:
         super().__init__(server, **options)
         self.server = server
-        self.authenticated = False  # sticky: the bytes so far carried the capability
+        self.authenticated = False  # sticky: the bytes so far carried the execute capability
+        self.stranger = True  # until they carry either capability
         self.streaming = False  # a StreamResponse is under way
         self.unread: list[Callable[[str], None]] = []  # of answers not yet proved taken
         self._arrived = 0.0  # loop time of the latest segment
@@ -76,22 +84,22 @@ class EdgeConnection(web.RequestHandler):
         self._poller: select.poll | None = None
 
     @property
-    def draining(self) -> bool:
-        """Whether its server is ending its connections."""
-        return self.server.draining
+    def ending(self) -> bool:
+        """Whether its next answer is its last: its server drains, or a stranger asks on and on
+        without waiting for answers.
+        """
+        return self.server.draining or (self.stranger and bool(self._messages))
 
     # --- connection ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self.server
-        if server.open >= server.connections_max and not server.make_room():
-            self._force_close = True
-            server.observer.overflow()
-            transport.close()
-            return
+        descriptor = transport.get_extra_info("socket").fileno()
+        server.make_room(descriptor)
         server.open += 1
+        server.strangers[self] = None
         self._poller = select.poll()
-        self._poller.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        self._poller.register(descriptor, select.POLLRDHUP)
         super().connection_made(transport)
 
     async def start(self) -> None:
@@ -117,11 +125,16 @@ class EdgeConnection(web.RequestHandler):
             self._fault = "cut_off" if self._first is not None else "abandoned"
         self._report()
         counted, self._poller = self._poller is not None, None
+        if self._taking is not None and self._current_request is None:
+            self._taking.feed_eof()  # the rest of a refused body: aiohttp would wait for it
         super().connection_lost(exc)
         if self._bye is not None and not self._bye.done():
             self._bye.set_result(None)
         if counted:
             self.server.open -= 1
+            if not self.stranger:
+                self.server.known -= 1
+            self.server.strangers.pop(self, None)
             self.server.settle()
 
     def eof_received(self) -> None:
@@ -159,19 +172,15 @@ class EdgeConnection(web.RequestHandler):
         """Whether aiohttp ends it if its next request does not come whole in time."""
         return self._keepalive_handle is not None
 
-    def dispensable(self) -> bool:
-        """Whether it is a stranger's that has not asked yet: idle, or still within its headers."""
-        if self.authenticated or self._current_request is not None or self.closing():
-            return False
-        return self._first is not None or self.idle()
-
     def unanswered_since(self) -> float:
         """Loop time of the first byte of a rollout's request not yet answered; else infinite."""
         request = self._current_request
         if not self.authenticated or not isinstance(request, EdgeRequest) or request.delivered:
             return float("inf")
+        capabilities = self.server.capabilities
         target = request.raw_target.encode("utf-8", "surrogateescape")
-        return request.began if target.startswith(self.server.capability_marker) else float("inf")
+        ours = capabilities is not None and target.startswith(capabilities.execute_prefix)
+        return request.began if ours else float("inf")
 
     def idle(self) -> bool:
         """Whether it waits for a request and no byte of one is here or in the kernel."""
@@ -186,15 +195,17 @@ class EdgeConnection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Parse a segment, or what the parser held back when ``data`` is empty."""
+        within_body = self._taking is not None and not self._taking.is_eof()
         if data:
             if self.unread:
                 self.unread.clear()
             self._arrived = self._loop.time()
-            if not self.authenticated:
-                self._look(data)
-            if self._first is None and (self._taking is None or self._taking.is_eof()):
-                # Some clients end a body with a line end of its own; it begins no request.
-                self._first = self._arrived if data.lstrip(b"\r\n") else None
+            if not within_body:
+                if not self.authenticated:
+                    self._look(data)
+                if self._first is None:
+                    # Some clients end a body with a line end of its own; it begins no request.
+                    self._first = self._arrived if data.lstrip(b"\r\n") else None
         if self._fault is not None:
             return
         count = self._request_count
@@ -208,19 +219,48 @@ class EdgeConnection(web.RequestHandler):
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
         if self._request_count != count:
+            if within_body and not self.authenticated:
+                self._look(data)  # what came behind the end of the body
             self._arrivals(self._request_count - count)
         if self._message_tail:
             self._message_tail = b""
             self._blame("behind_upgrade")
 
     def _look(self, data: bytes) -> None:
-        capability_marker = self.server.capability_marker
-        seen = self._tail + data
-        if capability_marker in seen:
-            self.authenticated, self._tail = True, b""
+        """See whether it shows a capability at its beginning. A body is not looked at: it may be
+        megabytes, and what strangers send must cost little.
+        """
+        capabilities = self.server.capabilities
+        if capabilities is None:
+            return
+        seen = self._tail + data[:LOOKED_BYTES]
+        self.authenticated, internal = capabilities.shown(seen)
+        if self.stranger and (self.authenticated or internal):
+            self.stranger = False
+            if not self.server.admit(self):
+                self._reported = True  # by `overflow`
+                self.force_close()
+        if self.authenticated:
+            self._tail = b""
             self._report()
         else:
-            self._tail = seen[1 - len(capability_marker) :]
+            self._tail = (data if len(data) > LONGEST else seen)[-LONGEST - 1 :]
+
+    def show(self) -> bool:
+        """Whether what it has sent and no code has read yet shows a capability."""
+        if self.transport is None or self.closing():
+            return False
+        # Not a second descriptor: there may be none left. It is detached, and stays open.
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+        peeking = socket.socket(socket.AF_INET, kind, fileno=descriptor)
+        try:
+            self._look(peeking.recv(LOOKED_BYTES, socket.MSG_PEEK))
+        except OSError:  # nothing is there
+            return False
+        finally:
+            peeking.detach()
+        return not self.stranger
 
     def _arrivals(self, count: int) -> None:
         self._began.append(self._arrived if self._first is None else self._first)
@@ -358,25 +398,29 @@ class EdgeServer(web.Server):
         handler: Handler,
         *,
         observer: EdgeObserver,
-        capability_marker: bytes,
+        capabilities: Capabilities | None,
         keepalive_seconds: float,
         connections_max: int,
+        strangers_max: int = STRANGERS_MAX,
+        descriptors_max: int = sys.maxsize,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """Make a server that no connection can reach before `listen`.
 
-        What ``handler`` raises is answered with a constant 500. A connection whose bytes hold
-        ``capability_marker`` (``b"/" + execute capability + b"/"``) is no stranger's.
+        What ``handler`` raises is answered with a constant 500. A connection whose bytes hold one
+        of the ``capabilities`` is no stranger's; without them every one is.
         ``keepalive_seconds`` bounds idle connections, and headers that do not become whole; the
         kernel drops a peer that takes no byte for ``stall_seconds``.
 
+        At most ``connections_max`` connections that have shown a capability are open, and
+        ``strangers_max`` more in all. A stranger's is ended for a newcomer, the oldest first, also
+        where a newcomer's descriptor is ``descriptors_max`` or higher.
+
         Raises:
-            InvariantBroken: the marker is empty, or a bound is zero.
+            InvariantBroken: a bound is zero.
         """
-        if not capability_marker or min(keepalive_seconds, connections_max, stall_seconds) <= 0:
-            raise errors.INTERNAL_ERROR(
-                "The edge needs a capability_marker, and bounds that are over zero."
-            )
+        if min(keepalive_seconds, connections_max, strangers_max, stall_seconds) <= 0:
+            raise errors.INTERNAL_ERROR("The edge needs bounds that are over zero.")
         super().__init__(
             cast("Any", handler),
             request_factory=cast("Any", EdgeRequest),
@@ -387,11 +431,15 @@ class EdgeServer(web.Server):
             tcp_keepalive=False,
         )
         self.observer = observer
-        self.capability_marker = capability_marker
+        self.capabilities = capabilities
         self.connections_max = connections_max
+        self.strangers_max = strangers_max
+        self.descriptors_max = descriptors_max
         self.stall_seconds = stall_seconds
         self.draining = False
         self.open = 0  # connections
+        self.known = 0  # of them: those that have shown a capability
+        self.strangers: dict[EdgeConnection, None] = {}  # those that are not ending, oldest first
         self.tasks: set[asyncio.Task[Any]] = set()  # one a connection, until its work has ended
         self._settled = asyncio.Event()
 
@@ -413,15 +461,30 @@ class EdgeServer(web.Server):
         except TimeoutError:
             return False
 
-    def make_room(self) -> bool:
-        """Close the oldest connection that has shown no capability and awaits no answer.
-
-        So strangers' connections, however many, never cost a rollout its own.
+    def make_room(self, descriptor: int) -> None:
+        """End the oldest stranger's connection where a newcomer needs its place, in whatever state
+        it is. What a stranger has sent is looked at first: it may be a rollout's first request.
         """
-        oldest = next((edge for edge in self.edges() if edge.dispensable()), None)
-        if oldest is not None:
-            oldest.cut()
-        return oldest is not None
+        scarce = descriptor >= self.descriptors_max
+        if scarce or self.open >= self.connections_max + self.strangers_max:
+            while self.strangers:
+                oldest = next(iter(self.strangers))
+                if oldest.show():
+                    continue  # it is admitted, and no longer among them
+                del self.strangers[oldest]
+                oldest.cut()
+                break
+        if scarce and self.open == self.known:
+            self.observer.exhausted()
+
+    def admit(self, edge: EdgeConnection) -> bool:
+        """Count a connection that has shown a capability; False where there are too many."""
+        self.strangers.pop(edge, None)
+        self.known += 1
+        if self.known <= self.connections_max:
+            return True
+        self.observer.overflow()
+        return False
 
     def oldest_began(self) -> float:
         """Loop time of the first byte of the oldest unanswered request under the execute

@@ -104,7 +104,7 @@ class Connection(Protocol):
     unread: list[Callable[[str], None]]
 
     @property
-    def draining(self) -> bool: ...
+    def ending(self) -> bool: ...
     def next_began(self) -> float: ...
     def closing(self) -> bool: ...
     def polled(self) -> int: ...
@@ -170,15 +170,15 @@ class EdgeRequest(web.BaseRequest):
     def keep_alive(self) -> bool:
         """Whether the connection may serve another request after this one.
 
-        Not after HTTP/1.0, not while draining, and not after a request for another protocol: the
-        parser drops what came in the same segment behind it.
+        Not after HTTP/1.0, not on a connection that is ending, and not after a request for another
+        protocol: the parser drops what came in the same segment behind it.
         """
         message = self._message
         return not (
             message.should_close
             or message.upgrade
             or self._version != HttpVersion11
-            or self._connection.draining
+            or self._connection.ending
         )
 
     def gone(self) -> bool:

@@ -23,6 +23,7 @@ import aiohttp
 from aiohttp import http, web, web_protocol
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.web.capabilities import Capabilities
 from smartsearch_sidecar.web.edge.connection import EdgeConnection, EdgeServer
 from smartsearch_sidecar.web.edge.request import (
     BAD_MESSAGE,
@@ -98,7 +99,7 @@ LEANED_ON: Final[dict[tuple[str, str], dict[str, str]]] = {
         "_waiter": "whether it is idle; woken by a fault",
         "_current_request": "what is not answered yet",
         "_keepalive_handle": "the deadline of a silent connection",
-        "_force_close": "an overflow is closed before its first step",
+        "_force_close": "one cut off may end before its first step",
         "transport": "None from the moment the connection is lost",
         "writing_paused": "whether an answer still waits to be sent",
         "start": "serves the connection; its task is counted",
@@ -147,7 +148,9 @@ GIVEN_CONSTANTS: Final = frozenset(
 OURS: Final = {"RequestHandler": EdgeConnection, "BaseRequest": EdgeRequest}
 
 _BODY: Final = b'{"env_str": "{}"}'
-_HEAD: Final = b"POST /c/execute HTTP/1.1\r\nHost: x\r\n"
+CAPABILITY: Final = "capability-of-the-exchanges-of-the-check"
+_PATH: Final = f"/{CAPABILITY}/execute".encode()
+_HEAD: Final = b"POST %b HTTP/1.1\r\nHost: x\r\n" % _PATH
 WHOLE: Final = b"%bContent-Length: %d\r\n\r\n%b" % (_HEAD, len(_BODY), _BODY)
 
 
@@ -227,6 +230,9 @@ class _Told(list[str]):
     def overflow(self) -> None:
         self.append("overflow")
 
+    def exhausted(self) -> None:
+        self.append("exhausted")
+
 
 async def _answering(request: EdgeRequest) -> Reply | web.StreamResponse:
     if request.method == "PUT":
@@ -267,11 +273,11 @@ def _asking(line: bytes) -> bytes:
     return _with(head=line + b"\r\nHost: x\r\n")
 
 
-_ANSWER: Final = (b" 200 OK", b"/c/execute" + _BODY)
+_ANSWER: Final = (b" 200 OK", _PATH + _BODY)
 _STREAM: Final = (b" 200 OK", b"nosniff", b"streamed")
-_GET: Final = b"GET /c/ HTTP/1.1\r\nHost: x\r\n"
+_GET: Final = b"GET / HTTP/1.1\r\nHost: x\r\n"
 _TAILED: Final = _with(b"Connection: upgrade", b"Upgrade: websocket", head=_GET) + b"tail"
-_AUTHORITY: Final = WHOLE.replace(b"/c/", b"http://[::1]@/c/", 1)
+_AUTHORITY: Final = WHOLE.replace(b" /", b" http://[::1]@/", 1)
 _CRASH: Final = (b" 500 ", INTERNAL_ERROR)
 
 EXCHANGES: Final = (
@@ -280,8 +286,8 @@ EXCHANGES: Final = (
     Exchange("a body in two segments is waited for", (WHOLE[:-1], WHOLE[-1:]), _ANSWER),
     Exchange("headers in two segments are waited for", (WHOLE[:1], WHOLE[1:]), _ANSWER),
     Exchange(
-        *("a target is kept as sent", (WHOLE.replace(b"/c/", b"/%63?x/"),)),
-        (b" 200 OK", b"/%63?x/execute" + _BODY),
+        *("a target is kept as sent", (WHOLE.replace(_PATH, b"/%63?x/"),)),
+        (b" 200 OK", b"/%63?x/" + _BODY),
     ),
     Exchange("a stream is sent", (_with(head=_GET),), _STREAM),
     Exchange("bytes behind a request to upgrade are told", (_TAILED,), _STREAM, ("malformed",)),
@@ -324,7 +330,7 @@ async def _broken_promise(sock: socket.socket) -> str | None:
     server = EdgeServer(
         _answering,
         observer=told,
-        capability_marker=b"/c/",
+        capabilities=Capabilities(CAPABILITY, CAPABILITY[::-1]),
         keepalive_seconds=1.0,
         connections_max=1,
     )

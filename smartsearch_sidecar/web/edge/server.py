@@ -34,6 +34,17 @@ async def listen(server: EdgeServer, sock: socket.socket) -> asyncio.Server:
     return await loop.create_server(server, sock=sock, backlog=BACKLOG)
 
 
+def descriptor_left() -> bool:
+    """Whether a socket can be made now. Without a descriptor the event loop closes a connection
+    that it cannot accept, and tells no code of it.
+    """
+    try:
+        socket.socket().close()
+    except OSError:
+        return False
+    return True
+
+
 async def drain(server: EdgeServer, seconds: float) -> int:
     """End every connection: idle ones now, busy ones after their answer, all after ``seconds``.
 
