@@ -187,7 +187,8 @@ async def test_new_run_names_the_one_it_follows(tmp_path: Path) -> None:
         assert (await run.health())[0] == 200
     # What the claim says of the old run stays, whether or not that is still there.
     await asyncio.to_thread(shutil.rmtree, tmp_path / "old")
-    async with served(tmp_path / "new", run__previous=str(tmp_path / "old"), resume=True) as run:
+    keys: dict[str, Any] = {"run__previous": str(tmp_path / "old")}
+    async with served(tmp_path / "new", resume=True, trainer_stopped=True, **keys) as run:
         assert (await run.health())[0] == 200
         assert json.loads((run.directory / "claim.json").read_bytes())["previous"] == previous
 

@@ -48,12 +48,12 @@ async def beside(
 
 async def saved(run: Served, folder: Path, steps: range) -> list[dict[str, Any]]:
     """Trains and saves these steps; the receipts beside them."""
-    await run.execute("Ada")
     made = await asyncio.to_thread(
         trainer.pinned_run, str(PINNED_FILE), str(folder), sandbox_url="sidecar"
     )
     receipts = []
     for made.global_steps in steps:
+        await run.execute("Ada")
         await asyncio.to_thread(made._save_checkpoint)
         receipts.append(json.loads(receipt_file(folder, made.global_steps).read_text()))
     return receipts
@@ -97,7 +97,8 @@ async def test_a_receipt_of_the_served_run_is_loaded(
     async with beside(tmp_path / "run", monkeypatch) as run:
         await saved(run, folder, range(1, 4))
         await expect_loaded(folder, 2)
-    async with beside(tmp_path / "run", monkeypatch, resume=True) as run:
+    again = {"resume": True, "trainer_stopped": True}
+    async with beside(tmp_path / "run", monkeypatch, **again) as run:
         for step in (1, 3):
             await expect_loaded(folder, step)
         assert (await run.health())[1]["state"] == "healthy"

@@ -64,12 +64,12 @@ def verified(tmp_path: Path, run: Path, receipt: Any) -> tuple[int, str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Written:
     """A node's run whose last record accepts a checkpoint of all nodes."""
-    return write_run(tmp_path / "run", [*searches(2), checkpoint(nodes=NODES, read_back_bytes=7)])
+    return write_run(tmp_path / "run", [*searches(2), checkpoint(nodes=NODES, read_back_bytes=7, searches=2)])
 
 
 KEYS = (
     *("format", "accepted", "number", "step", "path", "manifest_sha256", "occurrence", "usage"),
-    *("nodes", "read_back_bytes", "seq", "head", "claim_sha256"),
+    *("nodes", "read_back_bytes", "searches", "seq", "head", "claim_sha256"),
 )
 
 
@@ -158,7 +158,9 @@ async def step(run: Served, number: int) -> CheckpointReceipt:
 
 async def resumed(directory: Path, receipt: CheckpointReceipt | None = None) -> int:
     """Goes on with a run, which is healthy then; the status of its health."""
-    async with served(directory, resume=True, receipt=receipt, **PLACELESS) as live:
+    async with served(
+        directory, resume=True, trainer_stopped=True, receipt=receipt, **PLACELESS
+    ) as live:
         return (await live.health())[0]
 
 
@@ -219,7 +221,7 @@ async def test_resume_over_another_history_is_refused(tmp_path: Path, name: str)
     async with served(directory, **PLACELESS) as live:
         await step(live, 1)
     await asyncio.to_thread(shutil.copytree, directory, kept)
-    async with served(directory, resume=True, **PLACELESS) as live:
+    async with served(directory, resume=True, trainer_stopped=True, **PLACELESS) as live:
         receipt = await step(live, 2)
     await asyncio.to_thread(act, directory, kept)
     before = await asyncio.to_thread(contents_of, directory)
@@ -255,11 +257,12 @@ def test_serve_takes_the_receipt(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         kept = tmp_path / "kept"
         shutil.copytree(daemon.directory, kept)
-        answer = daemon.internal().call("POST", "/checkpoints", {"step": 1})
+        answer = daemon.internal().call("POST", "/checkpoints", {"step": 1, "allow_idle": True})
         assert answer.status == 201
         receipt.write_text(json.dumps(answer.value))
         assert daemon.stop() == 0
-    with running(tmp_path, "--resume", "--receipt", str(receipt)) as daemon:
+    resume = ("--resume", "--trainer-stopped")
+    with running(tmp_path, *resume, "--receipt", str(receipt)) as daemon:
         assert daemon.stop() == 0
     put_back(daemon.directory, kept)
     for words, said in (
@@ -281,7 +284,7 @@ async def test_two_copies_are_not_served_at_once(tmp_path: Path) -> None:
         await step(live, 1)
     await asyncio.to_thread(shutil.copytree, tmp_path / "run", tmp_path / "copy")
     for first, second in (("run", "copy"), ("copy", "run")):
-        async with served(tmp_path / first, resume=True, **PLACELESS):
+        async with served(tmp_path / first, resume=True, trainer_stopped=True, **PLACELESS):
             with raises(errors.RUN_DIRECTORY, match="served from another directory"):
                 await resumed(tmp_path / second)
 
