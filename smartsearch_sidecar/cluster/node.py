@@ -95,7 +95,7 @@ class Node:
         block = self._cluster.lease_block
         self.leaser = QuotaLeaser(self.bus, self.name, totals, self._nodes, block)
 
-    async def follow_answers(self, on_digest: Callable[[bytes], None]) -> AnswerStream:
+    async def follow_answers(self, on_digest: Callable[[bytes], object]) -> AnswerStream:
         """Reads what all nodes answered so far, and goes on reading."""
         stream = AnswerStream(self.bus, on_digest=on_digest, on_failure=self._fail)
         await stream.begin()

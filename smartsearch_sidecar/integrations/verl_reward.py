@@ -216,6 +216,8 @@ _RENDERED = re.compile(
 )
 _LOST_TOKENS = re.compile(r"(?:system|user)(?:\n.*)?\nassistant\n", re.DOTALL)
 """How a rendered prompt begins that was decoded without its special tokens."""
+_LOST_PROMPT = re.compile(r"system\n.*?\nuser\n(?P<question>.*?)\nassistant\n", re.DOTALL)
+"""The same where it is all there, with its question."""
 SWALLOWING = {"rate_limited", "prime"}
 """Managers that turn an exception into a reward of 0.0."""
 _CLASSES = ("RateLimitedReward", "PrimeReward")
@@ -339,27 +341,37 @@ def _row(
 
 
 def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> str:
-    """Prompt and response, in the form of the pinned trainer's template."""
+    """Prompt and response, in the form of the pinned trainer's template.
+
+    What the policy writes is never judged for its form: special tokens in a response are its own.
+    Only where a text begins with this row's prompt, its question in it, is it prompt and response.
+    """
     prompt, question = extra_info.get("prompt"), extra_info.get("question")
-    system, asked, response = None, None, solution
-    if solution.startswith("<|im_start|>"):
-        system, asked, response = _rendered(solution)
-    elif isinstance(prompt, str) and "<|im_start|>" in prompt:
+    system, asked, opening = None, None, None
+    if isinstance(prompt, str) and "<|im_start|>" in prompt:
         system, asked, opening = _rendered(prompt)
-        response = opening + solution
-    else:
-        if isinstance(prompt, str):
-            asked = prompt
-        elif prompt is not None:
-            system, asked = _turns(prompt)
-        if prefilled or (prefilled is None and not solution.startswith(THINK)):
-            response = THINK + solution
+    elif isinstance(prompt, str):
+        asked = prompt
+    elif prompt is not None:
+        system, asked = _turns(prompt)
     question = question or asked
-    if any(isinstance(text, str) and _LOST_TOKENS.match(text) for text in (solution, question)):
+    lost = _LOST_PROMPT.match(solution)
+    lost_here = lost is not None and question in (None, lost["question"].strip())
+    if lost_here or (isinstance(question, str) and _LOST_TOKENS.match(question)):
         raise _Trouble(
             "special tokens are gone: a prompt was decoded without its <|im_start|>, and its turns "
             "cannot be told apart; keep them, or hand over the response alone"
         )
+    if question is None and solution.startswith("<|im_start|>"):
+        system, question, response = _rendered(solution)
+    elif _begins_with_its_prompt(solution, question):
+        system, _, response = _rendered(solution)
+    elif opening is not None:
+        response = opening + solution
+    elif prefilled or (prefilled is None and not solution.startswith(THINK)):
+        response = THINK + solution
+    else:
+        response = solution
     if not isinstance(question, str) or not question.strip():
         raise _Trouble(
             "verl hands over the response alone and extra_info has neither question nor prompt, so "
@@ -373,6 +385,14 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
         f"<|im_start|>system\n{system}{END}\n<|im_start|>user\n{question}{END}\n"
         f"<|im_start|>assistant\n{response}"
     )
+
+
+def _begins_with_its_prompt(solution: str, question: Any) -> bool:
+    """Whether a manager has handed over the row's own prompt with the response."""
+    turns = _RENDERED.match(solution)
+    if turns is None or turns["system"] is None or not isinstance(question, str):
+        return False
+    return turns["question"].strip() == question.strip() and THINK in turns["response"]
 
 
 def _rendered(text: str) -> tuple[str | None, str, str]:

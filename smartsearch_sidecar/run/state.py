@@ -191,6 +191,8 @@ class Scores:
     """The rewards of a run: quotas and usage per split, what was given, what verdicts said.
 
     ``given`` has the reward of each key (``reward.requested``); ``keys`` those of open scores.
+    ``judged_blocks`` are result blocks that were looked up, ``unjudged_searches`` calls that were
+    shown without one, both by split.
     """
 
     splits: dict[str, Meter] = field(default_factory=dict)
@@ -198,6 +200,8 @@ class Scores:
     reused: int = 0
     failed: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    judged_blocks: Counter[str] = field(default_factory=Counter)
+    unjudged_searches: Counter[str] = field(default_factory=Counter)
     policy_blocks: int = 0
     broken_blocks: int = 0
     window: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICT_WINDOW))
@@ -215,8 +219,26 @@ class Scores:
         """
         return sum(self.window) / VERDICT_WINDOW
 
+    @property
+    def unjudged_split(self) -> str | None:
+        """A split of which no block was ever judged, though its rollouts show searches of this run.
+
+        A rollout that never searched shows none, nor does one that a pinned client wrote: there a
+        block follows each call that was answered.
+        """
+        for split, meter in self.splits.items():
+            shown = meter.score_responses and self.unjudged_searches[split]
+            if shown and not self.judged_blocks[split]:
+                return split
+        return None
+
     def usage(self) -> dict[str, dict[str, int]]:
         return {name: meter.usage() for name, meter in self.splits.items()}
+
+    def result_blocks(self) -> dict[str, int]:
+        """Result blocks of scored rollouts; broken ones are judged ones."""
+        judged = self.judged_blocks.total()
+        return {"judged": judged, "policy": self.policy_blocks, "broken": self.broken_blocks}
 
     def meter(self, split: str) -> Meter:
         """The quotas of a split. Raises ``LedgerCorrupt`` where it was never claimed."""
@@ -297,6 +319,7 @@ class RunState:
         }
         if self.scores.splits:
             used["reward"] = self.scores.usage()
+            used["result_blocks"] = self.scores.result_blocks()
         return used
 
     # --- the fold ---------------------------------------------------------------------------------
@@ -383,6 +406,8 @@ class RunState:
         scores = self.scores
         scores.meter(record.split).on_score_requested(record.number)
         scores.keys[record.split, record.number] = record.key
+        scores.judged_blocks[record.split] += record.judged_blocks or 0
+        scores.unjudged_searches[record.split] += record.unjudged_searches or 0
         scores.policy_blocks += record.policy_blocks or 0
         scores.broken_blocks += len(record.broken_blocks or ())
 

@@ -41,6 +41,7 @@ class Row:
             judged_blocks=None if blocks is None else blocks.judged,
             policy_blocks=None if blocks is None else blocks.policy_own,
             broken_blocks=None if blocks is None else blocks.broken,
+            unjudged_searches=(blocks.unjudged or None) if blocks else None,
         )
 
 
