@@ -29,6 +29,10 @@ QUERIES = (
     *("half <|box_start|> special", "\u0338begins with a mark", "\ufffd broken", "[INST] words"),
 )
 WRONG_QUERIES = ("", "  \n", "a <result> b", "<answer>x</answer>", "</THINK>", "word " * 1200)
+THOUGHTS = (
+    *(" I wonder. ", "\nSo: 東京, é, e\u0301.\n", " \u1100\u1161 <|box_start|> so ", ""),
+    *(" A list:\n1. one\n\n2. two\n", " hm, hm ", " I recall <result>x</result>"),
+)
 OVERSHOOTS = ("", "\n", "\n\n", "</", ">", " and more")
 
 
@@ -130,15 +134,13 @@ class PinnedRollout:
     def _segment(self) -> str:
         """What the policy writes next, up to and past where it is stopped."""
         draw = self.draw
-        thought = draw.choice(
-            (" I wonder. ", "\nSo: 東京, é, e\u0301.\n", " I recall <result>x</result>")
-        )
+        thought = draw.choice(THOUGHTS)
         kind = draw.random()
-        if kind < 0.08:
+        if kind < 0.2:
             return f"{thought}</think>{rollouts.final('Paris').partition('</think>')[2]}"
-        if kind < 0.11:
+        if kind < 0.23:
             return f"{thought}</think><search>a <search>Faust opera</search>"
-        if kind < 0.13:
+        if kind < 0.25:
             return f"{thought} no call</search>"
         query = draw.choice(WRONG_QUERIES if draw.random() < 0.12 else QUERIES)
         space = draw.choice(("", " ", "\n"))

@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -448,10 +448,20 @@ def passages_for(query: str) -> list[dict[str, str]]:
     ]
 
 
-async def played(
-    rewards: Rewarded, bpe: Bpe, draw: random.Random, *, refined: bool = True
-) -> Iterator[tuple[str, bool]]:
-    """The texts of one question's group, and whether it is of the validation split."""
+class Text(NamedTuple):
+    """One rollout as it is scored."""
+
+    text: str
+    validation: bool
+    refined: bool
+
+    @property
+    def item(self) -> dict[str, Any]:
+        return item(self.text, VALIDATION_TRUTH if self.validation else TRUTH)
+
+
+async def played(rewards: Rewarded, bpe: Bpe, draw: random.Random) -> list[Text]:
+    """The group of one question, some of it refined as in training."""
 
     async def ask(query: str) -> str:
         status, value = await rewards.run.execute(query)
@@ -466,32 +476,30 @@ async def played(
     texts = []
     for _ in range(draw.randint(1, 4)):
         first = await pinned.play(start)
-        texts.append(pinned.text(first))
-        again = await pinned.refine(first) if refined and not validation else None
+        texts.append(Text(pinned.text(first), validation, refined=False))
+        again = None if validation else await pinned.refine(first)
         if again is not None:
-            texts.append(pinned.text(again))
-    return iter([(text, validation) for text in texts])
+            texts.append(Text(pinned.text(again), validation, refined=True))
+    return texts
 
 
-async def honest(rewards: Rewarded, bpe: Bpe, seed: int, blocks: int) -> list[str]:
+async def honest(rewards: Rewarded, bpe: Bpe, seed: int, blocks: int) -> None:
     """Plays until so many blocks are judged; each batch has its rewards, and the run is healthy."""
     rewards.run.provider.answer = passages_for
-    draw, texts = random.Random(seed), []
-    count = 0
+    draw = random.Random(seed)
+    count = refined = cut = 0
     while count < blocks:
         group = [one for _ in range(4) for one in await played(rewards, bpe, draw)]
-        rows = [item(text, VALIDATION_TRUTH if held else TRUTH) for text, held in group]
-        for at in range(0, len(rows), 32):
-            status, value = await rewards.batch(*rows[at : at + 32])
+        for at in range(0, len(group), 32):
+            status, value = await rewards.batch(*[one.item for one in group[at : at + 32]])
             assert status == 200, value
-        texts += [text for text, _ in group]
+        refined += sum(one.refined for one in group)
+        cut += sum(one.text.rfind("<result>") > one.text.rfind("</result>") for one in group)
         counts = (await rewards.run.internal("GET", "/status"))[1]["result_blocks"]
         assert counts["broken"] == 0
         count = counts["judged"]
-    status, _ = await rewards.run.health(settle=5)
-    assert status == 200
-    assert any(text.count("</search>") > text.count("</result>") for text in texts)
-    return texts
+    assert (await rewards.run.health(settle=5))[0] == 200
+    assert min(refined, cut) >= blocks / 50
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -529,7 +537,7 @@ async def test_each_false_block_is_refused(tmp_path: Path) -> None:
             text
             for bpe in TOKENIZERS.values()
             for _ in range(12)
-            for text, _ in await played(rewards, bpe, draw)
+            for text, _, _ in await played(rewards, bpe, draw)
         ]
     tried = 0
     for text in texts:
