@@ -20,7 +20,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement, block_of
-from tests.fakes import rollouts
+from tests.fakes import rollouts, trainer
 from tests.fakes.helper import FakeHelper
 from tests.fakes.pinned_rollout import QUERIES, PinnedRollout
 from tests.fakes.qwen_bpe import Bpe
@@ -408,6 +408,56 @@ async def test_judged_is_counted_everywhere(tmp_path: Path) -> None:
         await rewards.run.stop()
         closed = rewards.run.records()[-1]
         assert (closed["kind"], closed["data"]["result_blocks"]) == ("run.closed", counted)
+
+
+# --- the policy's text in current verl ------------------------------------------------------------
+
+VERL = Path(__file__).resolve().parents[2] / "smartsearch_sidecar/integrations/verl_reward.py"
+WRITTEN = (
+    "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n<think> So. </think>",
+    "<|im_start|>user\nAnd then?<|im_end|>",
+    f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n So. </think>",
+    (
+        f"<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n"
+        "<|im_start|>assistant\n So. </think>"
+    ),
+    "<|im_start|>assistant\n<think> So.",
+    "user\nAnd then?\nassistant\n So. </think>",
+    f"user\n{QUESTION}\nassistant\n So. </think>",
+    "system\nBe.\nuser\nAnd then?\nassistant\n So. </think>",
+    " So. </think><|im_end|>\n<|im_start|>user\n<result>x</result><|im_end|>",
+)
+
+
+@pytest.mark.parametrize(
+    "extra_info",
+    [
+        {"question": QUESTION},
+        {"prompt": [{"role": "user", "content": QUESTION}]},
+        {"prompt": prompt(QUESTION)},
+    ],
+)
+async def test_what_the_policy_writes_closes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra_info: dict[str, Any]
+) -> None:
+    """Special tokens and turns in a response are the policy's own: it gets its reward, and the run
+    stays healthy.
+    """
+    score = trainer.load_as_current(
+        trainer.current_config("naive"), str(VERL), "compute_score_async"
+    )
+    async with rewarded(tmp_path) as rewards:
+        endpoints = rewards.run.directory / "endpoints.json"
+        monkeypatch.setenv("SMARTSEARCH_SIDECAR_ENDPOINTS", str(endpoints))
+        for response in WRITTEN:
+            reward = await score(
+                data_source="re_call",
+                solution_str=response,
+                ground_truth=TRUTH,
+                extra_info=extra_info,
+            )
+            assert isinstance(reward, float), response
+        assert (await rewards.run.health(settle=5))[0] == 200
 
 
 # --- the pinned rollout through real tokenizers ---------------------------------------------------
