@@ -89,6 +89,7 @@ async def take_checkpoint(
         usage=state.usage(),
         nodes=nodes,
         read_back_bytes=read_back,
+        result_blocks=state.scores.result_blocks() if state.scores.splits else None,
     )
     kept = await recorder.post_for_receipt(accepted)
     head = {"format": RECEIPT_FORMAT, "accepted": True, "number": accepted.number}

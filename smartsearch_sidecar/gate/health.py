@@ -74,6 +74,7 @@ def counts(service: Service) -> dict[str, Any]:
             "reward_failed": scores.failed,
             "verdicts": dict(scores.verdicts),
             "verdicts_unparsed_share": scores.unparsed_share,
+            "result_blocks": scores.result_blocks(),
         }
     accepted, refused = state.checkpoints_accepted, state.checkpoints_refused
     return {

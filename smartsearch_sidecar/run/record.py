@@ -385,6 +385,7 @@ class CheckpointAccepted(Record, kind="checkpoint.accepted"):
     """The ``occurrence`` of this ``step``; ``nodes`` has each node's journal if there are many.
 
     ``read_back_bytes`` of the journal were read from the medium for it: all since the last one.
+    ``result_blocks`` is ``Scores.result_blocks`` where rewards are given.
     """
 
     number: int
@@ -395,6 +396,7 @@ class CheckpointAccepted(Record, kind="checkpoint.accepted"):
     usage: Mapping[str, Any]
     nodes: Mapping[str, Any] | None = None
     read_back_bytes: int | None = None
+    result_blocks: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

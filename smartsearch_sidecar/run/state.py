@@ -319,7 +319,6 @@ class RunState:
         }
         if self.scores.splits:
             used["reward"] = self.scores.usage()
-            used["result_blocks"] = self.scores.result_blocks()
         return used
 
     # --- the fold ---------------------------------------------------------------------------------
@@ -451,6 +450,11 @@ class RunState:
         if not self.settled:
             raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
         self._require_counts(record, record.usage)
+        stated, own = record.result_blocks, self.scores.result_blocks()
+        if stated is not None and stated != own:
+            raise errors.LEDGER_CORRUPT(
+                f"a checkpoint states the result blocks {stated!r:.80}, the records before it {own}"
+            )
         self.checkpoints_accepted += 1
         self.checkpoint_steps[record.step] += 1
 

@@ -316,7 +316,7 @@ def digests(setting: Setting) -> Digests:
         all_digests=setting.nodes * setting.rate,
         reading=setting.nodes * setting.rate * each,
         wait_max=max(waited),
-        held=sum(map(len, known._tables)),
+        held=sum(len(shard) for shard in known._shards if shard is not None),
     )
 
 

@@ -389,7 +389,7 @@ async def test_honest_moments_without_a_judged_block(tmp_path: Path) -> None:
 
 
 async def test_judged_is_counted_everywhere(tmp_path: Path) -> None:
-    """Status, health, metrics, receipt and the record of the end say how many were judged."""
+    """Status, health, metrics, receipt and its record say how many were judged."""
     async with rewarded(tmp_path) as rewards:
         own = " I recall <result>x</result>" + final("Paris")
         turns = [answered(query, await rewards.told(query)) for query in ("one", "two", "three")]
@@ -398,16 +398,15 @@ async def test_judged_is_counted_everywhere(tmp_path: Path) -> None:
         for path in ("/status", "/health"):
             assert (await rewards.run.internal("GET", path))[1]["result_blocks"] == counted
         _, receipt = await rewards.run.internal("POST", "/checkpoints", {"step": 1})
-        assert receipt["usage"]["result_blocks"] == counted
+        assert receipt["result_blocks"] == counted
         url = f"{rewards.run.endpoints.internal_url}/metrics"
         async with rewards.run.session.get(url) as answer:
             found = dict(
                 re.findall(r'result_blocks_total\{kind="(\w+)"\} (\d+)', await answer.text())
             )
         assert found == {"judged": "3", "policy": "1", "broken": "0"}
-        await rewards.run.stop()
-        closed = rewards.run.records()[-1]
-        assert (closed["kind"], closed["data"]["result_blocks"]) == ("run.closed", counted)
+        (accepted,) = (one for one in rewards.run.records() if one["kind"] == "checkpoint.accepted")
+        assert accepted["data"]["result_blocks"] == counted
 
 
 # --- the policy's text in current verl ------------------------------------------------------------
