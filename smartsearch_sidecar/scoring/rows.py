@@ -76,8 +76,8 @@ class Preparation:
             if judgement and judgement.broken and self.section.provenance == "enforce":
                 raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
-                    "no answer of this run: the rollout met an error that never reached us (a "
-                    "proxy, a timeout, a refused connection)"
+                    "no answer of this run to the query before them: the rollout met an error that "
+                    "never reached us (a proxy, a timeout, a refused connection)"
                 )
         return [
             Row(item, found.split, self._key(found.split, item), judgement)

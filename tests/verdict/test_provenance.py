@@ -20,6 +20,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.provenance import AnswerDigests, Judgement, block_of
+from smartsearch_sidecar.scoring.build import recorded_answers
 from tests.fakes import rollouts, trainer
 from tests.fakes.helper import FakeHelper
 from tests.fakes.pinned_rollout import QUERIES, PinnedRollout
@@ -298,6 +299,16 @@ async def test_journal_without_queries(tmp_path: Path) -> None:
         async with rewarded(tmp_path, resume=True, helper=helper) as rewards:
             assert (await rewards.reward(honest))[0] == 200
             await refused(rewards, other, "provenance_broken")
+
+
+@pytest.mark.parametrize(("name", "count"), [("rewards", 8), ("searches", 11), ("native", 4)])
+def test_old_journals_bind_their_answers(name: str, count: int) -> None:
+    """The journals of earlier versions hold what binds each answer to its query."""
+    folder = Path(__file__).resolve().parents[1] / "data" / "journals" / name
+    found = list(recorded_answers(folder))
+    assert len(found) == count
+    assert all(query and query == query.strip() for query, _ in found)
+    assert [query for query, text in found if not text] in ([], ["nothing found"])
 
 
 def forget_queries(directory: Path) -> None:
