@@ -356,7 +356,7 @@ def _text(solution: str, extra_info: dict[str, Any], prefilled: bool | None) -> 
         system, asked = _turns(prompt)
     question = question or asked
     lost = _LOST_PROMPT.match(solution)
-    lost_here = lost is not None and question in (None, lost["question"].strip())
+    lost_here = lost is not None and question in (None, lost["question"].strip(), lost["question"])
     if lost_here or (isinstance(question, str) and _LOST_TOKENS.match(question)):
         raise _Trouble(
             "special tokens are gone: a prompt was decoded without its <|im_start|>, and its turns "

@@ -58,7 +58,7 @@ _GLUE: Final = rf"(?:\s|(?!</?(?:search|result|answer|think)>){_SPECIAL}|\[[A-Za
 _GLUED: Final = re.compile(_GLUE)
 _BLOCK: Final = re.compile(f"{SEARCH_END}{_GLUE}{RESULT_START}")
 _CALLS: Final = re.compile(
-    rf"<search>(?P<tagged>(?:(?!</?search>).)*+)</search>(?!{_GLUE}(?:<result>|(?:<[^<>\s]*+)?\Z))"
+    rf"<search>(?P<tagged>(?:(?!</?search>).)*+)</search>(?!{_GLUE}(?:<result>|.{{0,32}}\Z))"
     r'|"query"\s*+:\s*+(?P<json>"(?:[^"\\]|\\.)*+")',
     re.DOTALL,
 )
@@ -176,8 +176,8 @@ class AnswerDigests:
         return Judgement(judged, policy_own, cut, tuple(broken), unjudged)
 
     def _unjudged(self, solution_str: str, start: int) -> int:
-        """Calls that a response without any block of the rollout shows, and this run answered. The
-        end of the response is no such call: nothing was written after it.
+        """Calls that a response without any block of the rollout shows, and this run answered. One
+        at its very end is none of them: the limit cut what followed, or the last token went on.
         """
         found = 0
         for call in _CALLS.finditer(solution_str, start):

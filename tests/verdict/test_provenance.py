@@ -390,6 +390,7 @@ async def test_honest_moments_without_a_judged_block(tmp_path: Path) -> None:
             prompt(QUESTION) + " hm </think>\n<search>a <search>Faust</search>",
             prompt(QUESTION) + ' hm {"query": "Gounod"} {"query": "\\x"} <search>no</search> so',
             prompt(QUESTION) + " hm </think>\n<search>Faust</search><res",
+            prompt(QUESTION) + " hm </think>\n<search>Faust</search>).\n\n",
         ]
         for text in texts:
             assert (await rewards.reward(text))[0] == 200
