@@ -573,6 +573,12 @@ PROVENANCE_BROKEN = _closes(
     "A rollout holds a result this run never gave: it met an error on the way. Look for a proxy, "
     "a timeout or a restart, and set NO_PROXY=127.0.0.1.",
 )
+NOTHING_JUDGED = _ends(
+    _no_score("nothing_judged"),
+    "Rollouts were rewarded that searched here, and not one result block could be judged: they do "
+    "not hold results as the pinned rollout writes them. Compare the trainer's rollout with "
+    "docs/wiring.md.",
+)
 VERDICTS_UNPARSED = _ends(
     _no_score("verdicts_unparsed"),
     "The helper writes neither 0 nor 1 too often, and each such verdict counts as correct: look "

@@ -1,7 +1,7 @@
 """Digests of the answers of all nodes: what is published when, and how far the others are read.
 
 Theory. An answer handed over on one node may come back in a rollout that is scored on another. So
-every node publishes the 16-byte digest of each answer to one stream, in batches, and reads the
+every node publishes the 28-byte digest of each answer to one stream, in batches, and reads the
 whole stream from its first message. The stream is used as a set: a digest twice is one digest, and
 order means nothing, so a batch whose publication was not confirmed is published again.
 
@@ -24,12 +24,13 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.bus import RETRY_SECONDS, Bus
 from smartsearch_sidecar.cluster.values import unreadable
 
-DIGEST_BYTES: Final = 16
-BATCH_MAX: Final = 1024  # digests of one message: 16 KiB, and more than 20 ms bring
+DIGEST_BYTES: Final = 28
+BATCH_MAX: Final = 1024  # digests of one message: 28 KiB, and more than 20 ms bring
 BATCH_SECONDS: Final = 0.02  # a digest waits so long for others: at most 50 messages a second
-BACKLOG_MAX: Final = 65_536  # 1 MiB; a lease bounds what waits far below while NATS is away
+BACKLOG_MAX: Final = 65_536  # 1.8 MB; a lease bounds what waits far below while NATS is away
 
-_MARK: Final = b"SSD1"
+_MARK: Final = b"SSD2"
+_MARK_WITHOUT_QUERY: Final = b"SSD1"  # of a version that bound no answer to its query
 _WHAT: Final = "a message of digests"
 
 
@@ -117,7 +118,7 @@ class AnswerStream:
     """The run's stream of digests, as one node writes and reads it. Called on the loop."""
 
     bus: Bus
-    on_digest: Callable[[bytes], None]
+    on_digest: Callable[[bytes], object]
     on_failure: Callable[[errors.SidecarError], None]  # receives why a message cannot be read
     _backlog: Backlog = field(default_factory=Backlog, init=False)
     _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -139,7 +140,10 @@ class AnswerStream:
         self._missed += sequence - self._read - 1
         self._read = sequence
         try:
-            for digest in decode_batch(data):
+            # An earlier version's says nothing here: its node publishes the same answers anew, with
+            # their queries, when it resumes.
+            old = data.startswith(_MARK_WITHOUT_QUERY)
+            for digest in () if old else decode_batch(data):
                 self.on_digest(digest)
         except errors.SidecarError as exc:
             self.on_failure(exc)

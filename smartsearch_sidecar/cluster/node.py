@@ -103,7 +103,7 @@ class Node:
         block = self._cluster.lease_block
         self.leaser = QuotaLeaser(self.bus, self.name, totals, self._nodes, block)
 
-    async def follow_answers(self, on_digest: Callable[[bytes], None]) -> AnswerStream:
+    async def follow_answers(self, on_digest: Callable[[bytes], object]) -> AnswerStream:
         """Reads what all nodes answered so far, and goes on reading."""
         stream = AnswerStream(self.bus, on_digest=on_digest, on_failure=self._fail)
         await stream.begin()
@@ -178,8 +178,8 @@ class Node:
             status = RunStatus.FAILED
         counts = {"answered": run.responses, "failed": run.failed}
         counts |= {"declined": run.declined, "lost": run.lost, **used_of(run)}
-        counts |= {f"blocks.{kind}": count for kind, count in run.scores.blocks().items()}
-        gaps = [gap.to_data(run.scores.judged_blocks) for gap in run.coverage.gaps[-GAPS_MAX:]]
+        counts |= {f"blocks.{kind}": count for kind, count in run.scores.result_blocks().items()}
+        gaps = [gap.to_data(run.scores.judged) for gap in run.coverage.gaps[-GAPS_MAX:]]
         return NodeState(
             instance=self._instance,
             restarts=run.restarts,

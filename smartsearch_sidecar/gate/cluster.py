@@ -26,7 +26,7 @@ from smartsearch_sidecar.cluster.quota_leases import totals_of
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.gate.health import Covered, check, counts, pending, status_report
 from smartsearch_sidecar.ledger.start import versions
-from smartsearch_sidecar.reward.provenance import AnswerDigests, block_digest, block_of
+from smartsearch_sidecar.reward.provenance import AnswerDigests, answer_digest
 from smartsearch_sidecar.run.coverage import Gap
 from smartsearch_sidecar.run.line import claim_digest
 from smartsearch_sidecar.search.service import Service
@@ -40,8 +40,8 @@ class ClusterRun:
     def __init__(self, config: Config, node: Node) -> None:
         self._config = config
         self.node = node
-        # Takes each result before it is handed over; ``None`` where no reward checks blocks.
-        self.on_answer: Callable[[str], None] | None = None
+        # Takes query and result before it is handed over; ``None`` where no reward checks blocks.
+        self.on_answer: Callable[[str, str], None] | None = None
         self.room_to_search = node.leaser.room_to_search
         self.room_to_score = node.leaser.room_to_score
         self.room_to_call = node.leaser.room_to_call
@@ -74,17 +74,17 @@ class ClusterRun:
             await node.connect(connect, totals_of(config))
         return cls(config, node)
 
-    async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
-        """Reads the digests of what all nodes answered into ``answers``. ``own`` are the results in
-        this node's journal (blocking to read). Those that the stream lacks, because this node died
-        before it published them, are published now, each once.
+    async def learn(self, answers: AnswerDigests, own: Iterator[tuple[str, str]]) -> None:
+        """Reads the digests of what all nodes answered into ``answers``. ``own`` are query and
+        result of each answer in this node's journal (blocking to read). Those that the stream
+        lacks, because this node died before it published them, are published now, each once.
         """
         with _refusing():
             stream = await self.node.follow_answers(answers.add_digest)
         self.on_answer = publish = partial(_publish, answers, stream)
-        while texts := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
-            for text in texts:
-                publish(text)
+        while given := await asyncio.to_thread(lambda: list(islice(own, REMEMBERED_AT_ONCE))):
+            for query, text in given:
+                publish(query, text)
 
     async def join(self, facts: Mapping[str, Any], claim: bytes, fresh: bool) -> None:
         """Takes this node's place, before its run is claimed. ``facts`` are the identities. Raises
@@ -205,11 +205,10 @@ class ClusterRun:
         }
 
 
-def _publish(answers: AnswerDigests, stream: AnswerStream, text: str) -> None:
-    digest, known = block_digest(block_of(text)), len(answers)
-    answers.add_digest(digest)
+def _publish(answers: AnswerDigests, stream: AnswerStream, query: str, text: str) -> None:
+    digest = answer_digest(query, text)
     # A digest that was known is in the stream, or in this node's backlog for it.
-    if len(answers) > known:
+    if answers.add_digest(digest):
         stream.add(digest)
 
 

@@ -36,8 +36,8 @@ class Covered(NamedTuple):
 
 def covered(state: RunState) -> Covered:
     """The same of a run of one node."""
-    gaps = state.coverage.since_accepted(state.scores.judged_blocks)
-    return Covered(gaps, state.searches, state.coverage.searches, state.scores.blocks())
+    gaps = state.coverage.since_accepted(state.scores.judged)
+    return Covered(gaps, state.searches, state.coverage.searches, state.scores.result_blocks())
 
 
 def pending(service: Service) -> bool:
@@ -70,6 +70,12 @@ async def check(service: Service, seconds: float) -> str:
         except TimeoutError:
             detail = f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s"
             recorder.close_latch(errors.PROVIDER_FAULT.closes_as, detail=detail)
+    if not state.closed and (split := state.scores.unjudged_split) is not None:
+        unjudged = errors.NOTHING_JUDGED(
+            f"rollouts of the {split} split show {state.scores.unjudged_searches[split]} searches "
+            "of this run, and beside none of them a result block that could be judged"
+        )
+        recorder.close_latch(unjudged.closes_as, detail=unjudged.message)
     if state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
             await recorder.latch_durable()
@@ -93,7 +99,7 @@ def counts(service: Service) -> dict[str, Any]:
             "reward_failed": scores.failed,
             "verdicts": dict(scores.verdicts),
             "verdicts_unparsed_share": scores.unparsed_share,
-            "result_blocks": scores.blocks(),
+            "result_blocks": scores.result_blocks(),
         }
     accepted, refused = state.checkpoints_accepted, state.checkpoints_refused
     found = covered(state)

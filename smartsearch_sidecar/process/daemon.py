@@ -275,7 +275,8 @@ class Daemon:
 
                 rewards = await open_rewards(config)
                 facts["reward"] = rewards.facts
-                await rewards.remember(None if found is None else files.directory, cluster_run)
+                begun = found is not None and found.begun
+                await rewards.remember(files.directory if begun else None, cluster_run)
             join = None if cluster_run is None else partial(cluster_run.join, facts)
             observer = self.observer
             run = await begin(
@@ -359,7 +360,7 @@ class Daemon:
 
 
 def _service(
-    config: Config, run: Run, guard: Guard, on_answer: Callable[[str], None] | None
+    config: Config, run: Run, guard: Guard, on_answer: Callable[[str, str], None] | None
 ) -> Service:
     if isinstance(guard.provider, WatchesItself):
         guard.provider.on_fault = lambda fault: run.recorder.close_latch(

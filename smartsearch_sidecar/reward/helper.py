@@ -31,7 +31,7 @@ from smartsearch_sidecar.config.sections import HelperSection
 from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.run.json_values import is_text
-from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
+from smartsearch_sidecar.run.quotas import MAX_NEW_TOKENS
 
 # 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is still read, because it
 # says what it has cost.

@@ -295,9 +295,10 @@ class DeliveryLost(Record, kind="delivery.lost"):
 class RewardRequested(Record, kind="reward.requested"):
     """Score ``number`` of a split is admitted.
 
-    ``key`` is what must be the same for a score to be reused. The three counts of result blocks are
-    there where blocks are judged: ``broken_blocks`` are offsets into ``solution_str``, in
-    characters.
+    ``key`` is what must be the same for a score to be reused. The counts of result blocks are there
+    where blocks are judged: ``broken_blocks`` are offsets into ``solution_str``, in characters.
+    ``unjudged_searches`` are calls that a rollout without a judged block shows, and that this run
+    answered; it is left out where there are none.
     """
 
     number: int
@@ -307,6 +308,7 @@ class RewardRequested(Record, kind="reward.requested"):
     judged_blocks: int | None = None
     policy_blocks: int | None = None
     broken_blocks: tuple[int, ...] | None = None
+    unjudged_searches: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,23 +8,8 @@ to the writer in the same step of the loop, so that the order of folding is that
 
 Numbers: searches, scores and helper calls each have a series of their own, counted from 1 without
 gaps in the order of admission. A number is never used twice, also not across a restart. Scores and
-helper calls are numbered per split (``train``, ``validation``), each with its own quotas.
-
-A split's quotas (``Meter``). Every helper call goes through three moments, each of them a record:
-
-    requested ─┬─ answered        its measured tokens take the place of its reservation
-               ├─ failed, usage   the same: a wrong, empty or over-long answer was paid for
-               ├─ failed          what it cost is unknown: the reservation stays for good
-               └─ failed, unsent  it was never sent: the reservation is given back
-
-A reservation is the most a call may write (``cap`` tokens), and it is made when the call is sent.
-So ``output_tokens + unknown_output_token_reservations`` always bounds what can have been spent, and
-it never exceeds the quota while the helper keeps to the cap; a helper that does not is counted
-honestly and failed by ``reward/helper.py``. A call whose reservation does not fit waits while
-others are unsettled, because most of them turn out cheaper than reserved; the quota is exhausted
-only when none is. Waiting ends: no call is admitted past one that waits for room of the same size,
-and every unsettled call is settled in one of the four ways above. Calls are counted and never given
-back, so a used-up number of calls is exhausted at once.
+helper calls are numbered per split (``train``, ``validation``), each with its own quotas
+(``quotas.py``).
 """
 
 from __future__ import annotations
@@ -32,150 +17,15 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run import record as kinds
 from smartsearch_sidecar.run.coverage import Coverage, Emptied
+from smartsearch_sidecar.run.quotas import Meter, settle
 from smartsearch_sidecar.run.record import Cause, Record
 
-MAX_NEW_TOKENS: Final = 2048
-"""Output tokens a single helper call may write: the pinned scorer's own ``max_new_tokens``."""
-
 VERDICT_WINDOW = 200  # the share of verdicts not understood is taken over so many, DESIGN section 3
-_COUNTERS: Final = (
-    *("score_attempts", "score_responses", "model_attempts", "model_responses"),
-    *("input_tokens", "output_tokens", "unknown_output_token_reservations"),
-)
-
-
-@dataclass(slots=True)
-class Meter:
-    """Quotas and usage of one split (``train`` or ``validation``); the seven counters are the
-    reference's, with its names.
-
-    Args:
-        max_calls: helper calls the split may send, failed ones included.
-        max_output_tokens: output tokens it may spend, reservations included.
-        cap: output tokens reserved per call.
-        max_scores: rollouts it may score, failed ones included; ``None`` for no bound.
-        section: where a person finds the quotas, for messages.
-    """
-
-    max_calls: int
-    max_output_tokens: int
-    cap: int = MAX_NEW_TOKENS
-    max_scores: int | None = None
-    section: str = "reward"
-    score_attempts: int = 0
-    score_responses: int = 0
-    model_attempts: int = 0
-    model_responses: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    unknown_output_token_reservations: int = 0
-    unsettled: set[int] = field(default_factory=set)
-    scoring: set[int] = field(default_factory=set)
-
-    def admit(self, wanted: int = 1) -> range:
-        """The numbers that the next calls get, of ``wanted`` as many as fit now; none of them fits
-        where they must wait. Changes nothing. Raises ``QuotaExhausted`` where no wait helps.
-        """
-        if self.model_attempts >= self.max_calls:
-            raise errors.QUOTA_EXHAUSTED(
-                f"the split's {self.max_calls} helper calls ({self.section}.max_helper_calls) "
-                "are used up"
-            )
-        room = (self.max_output_tokens - self.committed_output_tokens) // self.cap
-        fitting = min(wanted, self.max_calls - self.model_attempts, room)
-        if fitting > 0 or self.unsettled:
-            return range(self.model_attempts + 1, self.model_attempts + 1 + max(0, fitting))
-        raise errors.QUOTA_EXHAUSTED(
-            f"another helper call may write {self.cap} tokens, and of the split's "
-            f"{self.max_output_tokens} ({self.section}.max_output_tokens) "
-            f"{self.committed_output_tokens} are spent or may have been"
-        )
-
-    def admit_scores(self, count: int) -> range:
-        """The numbers of the next ``count`` scores, all or none. Raises ``QuotaExhausted``."""
-        used = self.score_attempts
-        if self.max_scores is not None and used + count > self.max_scores:
-            raise errors.QUOTA_EXHAUSTED(
-                f"{count} more scores do not fit into {self.section}.max_scores "
-                f"({self.max_scores}, {used} used)"
-            )
-        return range(used + 1, used + 1 + count)
-
-    @property
-    def committed_output_tokens(self) -> int:
-        """Output tokens measured, plus those that calls of unknown usage may have written."""
-        return self.output_tokens + self.unknown_output_token_reservations
-
-    @property
-    def settled(self) -> bool:
-        """No score and no helper call is without its settlement."""
-        return not self.unsettled and not self.scoring
-
-    def usage(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in _COUNTERS}
-
-    # The fold, a method a record. Raises ``InvariantBroken`` for what cannot have happened.
-
-    def on_requested(self, number: int) -> None:
-        over = self.committed_output_tokens + self.cap > self.max_output_tokens
-        if number != self.model_attempts + 1 or number > self.max_calls or over:
-            raise errors.INTERNAL_ERROR(
-                f"helper call {number} was requested after call {self.model_attempts}, or over the "
-                "quota"
-            )
-        self.model_attempts = number
-        self.unknown_output_token_reservations += self.cap
-        self.unsettled.add(number)
-
-    def on_answered(self, number: int, input_tokens: int, output_tokens: int) -> None:
-        """``helper.answered``: the call's measured tokens take the place of its reservation."""
-        if any(type(count) is not int or count < 0 for count in (input_tokens, output_tokens)):
-            raise errors.INTERNAL_ERROR(f"helper call {number} has token counts that count nothing")
-        _settle(self.unsettled, number, "helper call")
-        self.model_responses += 1
-        self.input_tokens += input_tokens
-        self.output_tokens += output_tokens
-        self.unknown_output_token_reservations -= self.cap
-
-    def on_failed(
-        self, number: int, usage: tuple[int, int] | None = None, *, sent: bool = True
-    ) -> None:
-        """``helper.failed``; ``sent=False``: it was recorded and then not sent."""
-        if usage is not None:
-            if not sent:
-                raise errors.INTERNAL_ERROR(f"helper call {number} was measured but never sent")
-            self.on_answered(number, *usage)
-            return
-        _settle(self.unsettled, number, "helper call")
-        if not sent:
-            self.unknown_output_token_reservations -= self.cap
-
-    def on_score_requested(self, number: int) -> None:
-        used_up = self.max_scores is not None and self.score_attempts >= self.max_scores
-        if number != self.score_attempts + 1 or used_up:
-            raise errors.INTERNAL_ERROR(
-                f"score {number} was requested after score {self.score_attempts}, or over the quota"
-            )
-        self.score_attempts = number
-        self.scoring.add(number)
-
-    def on_score_answered(self, number: int) -> None:
-        self.on_score_failed(number)
-        self.score_responses += 1
-
-    def on_score_failed(self, number: int) -> None:
-        _settle(self.scoring, number, "score")
-
-
-def _settle(open_numbers: set[int], number: int, what: str) -> None:
-    if number not in open_numbers:
-        raise errors.INTERNAL_ERROR(f"{what} {number} was settled without being open")
-    open_numbers.remove(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +42,8 @@ class Scores:
     """The rewards of a run: quotas and usage per split, what was given, what verdicts said.
 
     ``given`` has the reward of each key (``reward.requested``); ``keys`` those of open scores.
+    ``judged_blocks`` are result blocks that were looked up, ``unjudged_searches`` calls that were
+    shown without one, both by split.
     """
 
     splits: dict[str, Meter] = field(default_factory=dict)
@@ -199,7 +51,8 @@ class Scores:
     reused: int = 0
     failed: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
-    judged_blocks: int = 0
+    judged_blocks: Counter[str] = field(default_factory=Counter)
+    unjudged_searches: Counter[str] = field(default_factory=Counter)
     policy_blocks: int = 0
     broken_blocks: int = 0
     window: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICT_WINDOW))
@@ -217,13 +70,30 @@ class Scores:
         """
         return sum(self.window) / VERDICT_WINDOW
 
+    @property
+    def unjudged_split(self) -> str | None:
+        """A split of which no block was ever judged, though its rollouts show searches of this run.
+
+        A rollout that never searched shows none, nor does one that a pinned client wrote: there a
+        block follows each call that was answered.
+        """
+        for split, meter in self.splits.items():
+            shown = meter.score_responses and self.unjudged_searches[split]
+            if shown and not self.judged_blocks[split]:
+                return split
+        return None
+
     def usage(self) -> dict[str, dict[str, int]]:
         return {name: meter.usage() for name, meter in self.splits.items()}
 
-    def blocks(self) -> dict[str, int]:
-        """Result blocks of scored rollouts: judged, the policy's own, no answer of this run."""
-        judged, policy, broken = self.judged_blocks, self.policy_blocks, self.broken_blocks
-        return {"judged": judged, "policy": policy, "broken": broken}
+    @property
+    def judged(self) -> int:
+        """Result blocks that were looked up, of both splits."""
+        return self.judged_blocks.total()
+
+    def result_blocks(self) -> dict[str, int]:
+        """Result blocks of scored rollouts; broken ones are judged ones."""
+        return {"judged": self.judged, "policy": self.policy_blocks, "broken": self.broken_blocks}
 
     def meter(self, split: str) -> Meter:
         """The quotas of a split. Raises ``LedgerCorrupt`` where it was never claimed."""
@@ -352,7 +222,7 @@ class RunState:
 
     def _resumed(self, record: kinds.RunResumed) -> None:
         self.restarts += 1
-        self.coverage.on_resumed(record, self.scores.judged_blocks)
+        self.coverage.on_resumed(record, self.scores.judged)
 
     def _run_closed(self, record: kinds.RunClosed) -> None:
         self._require_counts(record, record.usage)
@@ -370,14 +240,14 @@ class RunState:
         self.searching.add(number)
 
     def _answered(self, record: kinds.RetrievalAnswered) -> None:
-        _settle(self.searching, record.number, "search")
+        settle(self.searching, record.number, "search")
         self.responses += 1
         self.cache[record.cache] += 1
         self.dropped_passages += len(record.dropped or ())
         self.emptied.add(emptied=record.emptied is True, repeated=record.cache != "miss")
 
     def _failed(self, record: kinds.RetrievalFailed) -> None:
-        _settle(self.searching, record.number, "search")
+        settle(self.searching, record.number, "search")
         self.failed += 1
 
     def _declined(self, record: kinds.RetrievalDeclined) -> None:
@@ -400,7 +270,8 @@ class RunState:
         scores = self.scores
         scores.meter(record.split).on_score_requested(record.number)
         scores.keys[record.split, record.number] = record.key
-        scores.judged_blocks += record.judged_blocks or 0
+        scores.judged_blocks[record.split] += record.judged_blocks or 0
+        scores.unjudged_searches[record.split] += record.unjudged_searches or 0
         scores.policy_blocks += record.policy_blocks or 0
         scores.broken_blocks += len(record.broken_blocks or ())
 
@@ -445,8 +316,12 @@ class RunState:
             raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
         self._require_counts(record, record.usage)
         if record.nodes is None:
-            gaps = self.coverage.since_accepted(self.scores.judged_blocks)
-            own = {"gaps": gaps, "searches": self.searches, "result_blocks": self.scores.blocks()}
+            gaps = self.coverage.since_accepted(self.scores.judged)
+            own = {
+                "gaps": gaps,
+                "searches": self.searches,
+                "result_blocks": self.scores.result_blocks(),
+            }
             for name, value in own.items():
                 if getattr(record, name) not in (None, value):
                     raise errors.LEDGER_CORRUPT(

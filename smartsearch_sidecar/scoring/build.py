@@ -20,16 +20,19 @@ import structlog
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.contract.execute import DECLINED_RESULT
-from smartsearch_sidecar.ledger.file import CLAIM
-from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
+from smartsearch_sidecar.ledger.recorded_queries import RecordedRun
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.helper import HelperClient
 from smartsearch_sidecar.reward.provenance import AnswerDigests
 from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.reward.source import VerifiedSource, verify_checkout, verify_file
-from smartsearch_sidecar.run.record import RetrievalAnswered, RetrievalDeclined
+from smartsearch_sidecar.run.record import (
+    ClientQuery,
+    RetrievalAnswered,
+    RetrievalFailed,
+    RetrievalRequested,
+)
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, MeteredCalls
 from smartsearch_sidecar.scoring.rows import Preparation
@@ -41,8 +44,8 @@ IDENTITY_SECONDS = 60.0  # how often the helper is asked who it is, besides in e
 class Learns(Protocol):
     """What knows the answers of other nodes."""
 
-    async def learn(self, answers: AnswerDigests, own: Iterator[str]) -> None:
-        """Adds them, and this node's ``own`` results, to ``answers``; goes on adding."""
+    async def learn(self, answers: AnswerDigests, own: Iterator[tuple[str, str]]) -> None:
+        """Adds them, and query and result of this node's ``own``, to ``answers``; goes on."""
         ...
 
 
@@ -85,9 +88,9 @@ class Rewards:
         else:
             await asyncio.to_thread(self._remember, own)
 
-    def _remember(self, own: Iterator[str]) -> None:
-        for result in own:
-            self.answers.add(result)
+    def _remember(self, own: Iterator[tuple[str, str]]) -> None:
+        for query, result in own:
+            self.answers.add(query, result)
 
     async def watch(self, run: Run) -> None:
         """Asks the helper who it is until cancelled; another model closes the latch."""
@@ -155,14 +158,18 @@ def _needed(value: T | None, key: str) -> T:
     return value
 
 
-def recorded_answers(directory: Path) -> Iterator[str]:
-    """The texts of a run's answers, declined ones included, read from its journal."""
-    reader = RunReader(directory)
-    declined = False
-    for line in Scan(reader, History(reader.read(CLAIM), documents=True)):
+def recorded_answers(directory: Path) -> Iterator[tuple[str, str]]:
+    """Query and text of each answer of a run that a rollout may hold, read from its journal."""
+    run = RecordedRun(directory, None)
+    asked: dict[int, str] = {}
+    for line in run.scan:
         record = line.record
-        if isinstance(record, RetrievalAnswered):
-            yield "\n\n".join(document["contents"] for document in record.documents())
-        elif isinstance(record, RetrievalDeclined) and not declined:
-            declined = True
-            yield DECLINED_RESULT
+        if isinstance(record, RetrievalRequested):
+            if not isinstance(record.asked, ClientQuery) or record.asked.route != "retrieve":
+                asked[record.number] = run.query(record.asked)
+        elif isinstance(record, RetrievalFailed):
+            asked.pop(record.number, None)
+        elif isinstance(record, RetrievalAnswered) and record.number in asked:
+            documents = record.documents()
+            query = asked.pop(record.number)
+            yield query, "\n\n".join(document["contents"] for document in documents)

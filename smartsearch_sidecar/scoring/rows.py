@@ -42,6 +42,7 @@ class Row:
             judged_blocks=None if blocks is None else blocks.judged,
             policy_blocks=None if blocks is None else blocks.policy_own,
             broken_blocks=None if blocks is None else blocks.broken,
+            unjudged_searches=(blocks.unjudged or None) if blocks else None,
         )
 
 
@@ -78,8 +79,8 @@ class Preparation:
                     raise errors.PROVENANCE_BROKEN(why_broken(judgement))
                 raise errors.PROVENANCE_BROKEN(
                     f"{len(judgement.broken)} of {judgement.judged} result blocks of a rollout are "
-                    "no answer of this run: the rollout met an error that never reached us (a "
-                    "proxy, a timeout, a refused connection)"
+                    "no answer of this run to the query before them: the rollout met an error that "
+                    "never reached us (a proxy, a timeout, a refused connection)"
                 )
         return [
             Row(item, found.split, self._key(found.split, item), judgement)

@@ -90,14 +90,15 @@ class Answer(NamedTuple):
 @dataclass(eq=False, kw_only=True)
 class Service:
     """Everything between the parsed edge and the ledger, for one run. ``on_answer`` is called with
-    the text of every answer before it is handed over, for the provenance of rewards.
+    query and text of every answer of a search before it is handed over, for the provenance of
+    rewards.
     """
 
     run: Run
     slots: Slots
     retrieval: CachedSearch
     policy: ServicePolicy
-    on_answer: Callable[[str], None] | None = None
+    on_answer: Callable[[str, str], None] | None = None
     stopping: bool = False
     """No connection is taken any more: until the run has ended, what is asked of it is refused."""
 
@@ -146,8 +147,8 @@ class Service:
         except asyncio.CancelledError:
             self.undelivered(number, "cancelled before the answer")
             raise
-        if self.on_answer is not None:
-            self.on_answer(text)
+        if self.on_answer is not None and number is not None:
+            self.on_answer(call.query, text)
         return Answer(render_execute(text), number)
 
     async def in_turn(
@@ -316,7 +317,7 @@ class _SearchBatch:
         # Only the unmodified environment's rollouts are rewarded here: it joins what `/search` and
         # `/batch_search` answer. Provenance has no use for what `/retrieve` answers.
         self._on_answer = service.on_answer if asked.form.route != "retrieve" else None
-        self._texts = [""] * count
+        self._texts: list[str | None] = [None] * count
         self._numbers: list[int] = []
         self._failure: errors.SidecarError | None = None
 
@@ -336,8 +337,9 @@ class _SearchBatch:
                 service.undelivered(first, "cancelled before the answer", others)
             raise
         if self._on_answer is not None:
-            for text in self._texts:
-                self._on_answer(text)
+            for query, text in zip(queries, self._texts, strict=True):
+                if text is not None:
+                    self._on_answer(query.text, text)
         return Answer(render_answer(self._asked, self._parts, self._scores), *self._settled())
 
     def _settled(self) -> tuple[int | None, tuple[int, ...]]:
@@ -375,7 +377,7 @@ class _SearchBatch:
         asked = ClientQuery(form.route, query.text, top_n, *place)
         if query.problem is not None and service.policy.decline:
             receipt = self._post(service.decline(query.problem, asked))
-            kept = render_declined(form), DECLINED_SCORES, DECLINED_RESULT
+            kept = render_declined(form), DECLINED_SCORES
         else:
             number, found, item = await service.search(
                 query.text, query.problem, asked, self._deadline, top_n
@@ -384,8 +386,9 @@ class _SearchBatch:
             receipt = self._post(item)
             documents = found.documents()
             scores = render_scores(documents) if self._asked.scores else b""
-            kept = render_found(form, documents), scores, found.text
-        self._parts[index], self._scores[index], self._texts[index] = kept
+            kept = render_found(form, documents), scores
+            self._texts[index] = found.text
+        self._parts[index], self._scores[index] = kept
         if receipt is not None:
             await receipt
 

@@ -120,8 +120,8 @@ def _rewards(run: ServedRun) -> Iterator[Sample]:
     yield "scores_reused_total", (), scores.reused
     yield "score_seconds", (), *observer.score.sample()
     yield "rollout_searches", (), *observer.rollout_searches.sample()
-    yield "result_blocks_total", ("policy",), scores.policy_blocks
-    yield "result_blocks_total", ("broken",), scores.broken_blocks
+    for kind, count in scores.result_blocks().items():
+        yield "result_blocks_total", (kind,), count
     for verdict, count in scores.verdicts.items():
         yield "verdicts_total", (verdict,), count
     yield "verdicts_unparsed_share", (), scores.unparsed_share

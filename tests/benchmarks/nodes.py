@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from smartsearch_sidecar.cluster.answer_digests import Backlog, decode_batch
+from smartsearch_sidecar.cluster.answer_digests import DIGEST_BYTES, Backlog, decode_batch
 from smartsearch_sidecar.cluster.membership import HEARTBEATS, Membership
 from smartsearch_sidecar.cluster.quota_leases import (
     SEARCHES,
@@ -285,7 +285,7 @@ def digests(setting: Setting) -> Digests:
     began: dict[bytes, float] = {}
 
     def answer(number: int) -> None:
-        digest = random.Random(number).randbytes(16)
+        digest = random.Random(number).randbytes(DIGEST_BYTES)
         began[digest] = clock.now
         backlog.add(digest, clock.now)
         clock.after(1 / setting.rate, lambda: answer(number + 1))
@@ -309,14 +309,14 @@ def digests(setting: Setting) -> Digests:
     known = AnswerDigests(setting.answers)
     each = reading_seconds(sent)
     for number in range(setting.answers):
-        known.add_digest(number.to_bytes(8, "big") * 2)
+        known.add_digest(number.to_bytes(8, "big") * 3 + bytes(4))
     return Digests(
         messages=len(sent) / setting.seconds,
         all_messages=setting.nodes * len(sent) / setting.seconds,
         all_digests=setting.nodes * setting.rate,
         reading=setting.nodes * setting.rate * each,
         wait_max=max(waited),
-        held=sum(map(len, known._tables)),
+        held=sum(len(shard) for shard in known._shards if shard is not None),
     )
 
 

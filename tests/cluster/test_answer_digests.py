@@ -19,27 +19,27 @@ from smartsearch_sidecar.cluster.answer_digests import (
     encode_batch,
 )
 from smartsearch_sidecar.cluster.bus import OnMessage
-from smartsearch_sidecar.reward.provenance import DIGEST_BYTES, block_digest
+from smartsearch_sidecar.reward.provenance import DIGEST_BYTES, answer_digest
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.until import until
 
 
 def digest(number: int) -> bytes:
     """One of many."""
-    return number.to_bytes(16, "big")
+    return number.to_bytes(DIGEST_BYTES, "big")
 
 
 # --- the message ----------------------------------------------------------------------------------
 
 
 def test_a_digest_is_what_provenance_makes() -> None:
-    """Both rooms, which may not know each other, mean the same 16 bytes."""
-    assert answer_digests.DIGEST_BYTES == DIGEST_BYTES == len(block_digest("<result>x\n</result>"))
+    """Both rooms, which may not know each other, mean the same 28 bytes."""
+    assert answer_digests.DIGEST_BYTES == DIGEST_BYTES == len(answer_digest("q", "x")) == 28
 
 
 def test_the_bytes_of_a_message_are_pinned() -> None:
     """A mark of the format, then the digests end to end."""
-    assert encode_batch([digest(1), digest(2)]) == b"SSD1" + digest(1) + digest(2)
+    assert encode_batch([digest(1), digest(2)]) == b"SSD2" + digest(1) + digest(2)
 
 
 def test_every_length_is_read_or_refused() -> None:
@@ -47,7 +47,7 @@ def test_every_length_is_read_or_refused() -> None:
     whole = encode_batch(map(digest, range(3)))
     for cut in range(len(whole) + 2):
         data = (whole + b"x")[:cut]
-        if cut in (20, 36, 52):
+        if cut in (32, 60, 88):
             assert encode_batch(decode_batch(data)) == data
         else:
             with pytest.raises(errors.ClusterUnreadable):
@@ -61,7 +61,7 @@ def test_every_length_is_read_or_refused() -> None:
 def test_another_format_is_refused() -> None:
     """A message of another version is not read as digests."""
     with pytest.raises(errors.ClusterUnreadable):
-        decode_batch(b"SSD2" + digest(1))
+        decode_batch(b"SSD3" + digest(1))
 
 
 # --- publishing -----------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_only_what_is_under_way_is_settled() -> None:
 
 # --- the stream -----------------------------------------------------------------------------------
 
-ONE, TWO = b"1" * 16, b"2" * 16
+ONE, TWO = b"1" * DIGEST_BYTES, b"2" * DIGEST_BYTES
 
 
 class Behind(MemoryBus):
@@ -191,6 +191,14 @@ async def reader() -> AsyncIterator[Reader]:
     yield found
     task.cancel()
     await asyncio.wait([task])
+
+
+async def test_messages_of_an_earlier_version_say_nothing(reader: Reader) -> None:
+    """Digests that bind no query are passed over; the others are learnt, and nothing has failed."""
+    reader.bus.hand(1, b"SSD1" + bytes(32))
+    reader.bus.hand(2, encode_batch([ONE]))
+    assert reader.learnt == [ONE]
+    assert reader.broken == []
 
 
 async def test_read_up_waits_for_what_was_there(reader: Reader) -> None:

@@ -22,7 +22,7 @@ from smartsearch_sidecar.run.state import RunState
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.until import until
 
-FIRST, SECOND, WANTED = b"1" * 16, b"2" * 16, b"3" * 16
+FIRST, SECOND, WANTED = b"1" * 28, b"2" * 28, b"3" * 28
 ENOUGH_SECONDS = 30.0
 SHORT_SECONDS = 0.1
 """For cells in which the time has to run out."""

@@ -148,6 +148,18 @@ async def test_an_answer_of_no_node_is_refused(tmp_path: Path) -> None:
         assert cause.cause == "provenance_broken"
 
 
+async def test_an_answer_of_another_node_is_bound_to_its_query(tmp_path: Path) -> None:
+    """What one node answered is judged by its query, and by its beginning where it was cut, on the
+    other.
+    """
+    async with pair(tmp_path, Ground()) as (first, second):
+        solution = await rollout(second, "one", "two")
+        cut = solution[: solution.rindex("</result>") - 30]
+        assert (await reward(first, solution, cut))[0] == 200
+        status, value = await reward(first, cut.replace("<search>two<", "<search>one<"))
+        assert (status, value["error"]["code"]) == (409, "provenance_broken")
+
+
 async def test_what_cannot_be_known_is_not_called_broken(tmp_path: Path) -> None:
     """Where the other node cannot be asked what it answered, the cause is that, not the rollout."""
     ground = Ground()
@@ -229,7 +241,7 @@ async def test_a_batch_waits_for_its_lease(tmp_path: Path) -> None:
 
 
 async def test_an_answer_is_published_once(tmp_path: Path) -> None:
-    """The same answer again, from any node, is no further message."""
+    """The same answer again, from any node, is no further message; a declined query's is none."""
     ground = Ground()
 
     def published() -> int:
@@ -243,8 +255,8 @@ async def test_an_answer_is_published_once(tmp_path: Path) -> None:
             streams.append(stream_of(cluster_run))
         await rollout(first, "one", " ", "two")
         await streams[0].published()
-        assert published() == 3
+        assert published() == 2
         await streams[1].read_up()
         await rollout(second, "one", "one", "", "two", "three")
         await streams[1].published()
-        assert published() == 4
+        assert published() == 3

@@ -307,7 +307,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     Difference(
         "reward.provenance",
         "the result blocks of a rollout are not looked at",
-        "one that this run did not answer refuses the score and closes the latch",
+        "one that is no answer of this run to its query refuses the score and closes the latch",
         "it is an error the sidecar could not see: a proxy, a timeout, a refused connection",
         "training",
     ),

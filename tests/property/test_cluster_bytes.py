@@ -39,7 +39,7 @@ READERS: dict[str, tuple[bytes, Callable[[bytes], Any], Callable[[Any], bytes]]]
         decode_identities,
         canonical,
     ),
-    "digests": (encode_batch([b"0" * 16, b"1" * 16]), decode_batch, encode_batch),
+    "digests": (encode_batch([b"0" * 28, b"1" * 28]), decode_batch, encode_batch),
 }
 
 
@@ -140,7 +140,7 @@ def test_a_state_comes_back_as_itself(
     assert NodeState.decode(said.encode()) == said
 
 
-@given(digests=st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=40))
+@given(digests=st.lists(st.binary(min_size=28, max_size=28), min_size=1, max_size=40))
 def test_digests_come_back_as_themselves(digests: list[bytes]) -> None:
     """Order and repetitions included."""
     assert decode_batch(encode_batch(digests)) == digests

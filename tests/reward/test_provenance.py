@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,10 +13,9 @@ from hypothesis import strategies as st
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.reward.provenance import (
-    UNCOUNTED_ANSWERS,
+    DIGEST_BYTES,
     AnswerDigests,
     Judgement,
-    block_digest,
     block_of,
 )
 from tests.fakes.raised import raises
@@ -28,9 +28,10 @@ EDGES = " \n leading and trailing \t\n"
 
 
 def handed_over(*texts: str) -> AnswerDigests:
+    """A run that gave each of these answers to the query ``q``."""
     digests = AnswerDigests(1000)
     for text in texts:
-        digests.add(text)
+        digests.add("q", text)
     return digests
 
 
@@ -109,8 +110,8 @@ def test_text_of_the_policy_is_counted_and_never_refused(digests: AnswerDigests)
     """A result the policy wrote itself must be counted, wherever it is but after its own search."""
     forged = [
         f" I recall. <result>result: \n{PARIS}\n</result> ",
-        "</search> <result>a space between</result>",
-        "</search>\n<result>a line between\n</result>",
+        "</search> words <result>words between</result>",
+        "</search>\n</think><result>a tag between\n</result>",
         "</Search><result>another tag</result>",
         "<result>never closed",
     ]
@@ -129,9 +130,9 @@ def test_tags_inside_an_answer_are_part_of_it() -> None:
     assert handed_over(PARIS).judge(text).judged == 1
 
 
-def test_a_cut_block_is_not_judged_at_any_length(digests: AnswerDigests) -> None:
+def test_a_cut_block_is_known_at_any_length(digests: AnswerDigests) -> None:
     """A rollout cut anywhere must never be broken by the cut, nor hide a whole block."""
-    turns = [answered("one", PARIS), answered("two", CAFE), answered("three", "")]
+    turns = [answered("q", PARIS), answered("q", CAFE), answered("q", "")]
     text = rollout("Which city?", turns, final("Paris"))
     start = len(text) - len(response_of(text)) + len("assistant\n<think>")
     for length in range(start, len(text) + 1):
@@ -139,18 +140,20 @@ def test_a_cut_block_is_not_judged_at_any_length(digests: AnswerDigests) -> None
         found = digests.judge(piece)
         whole = piece.count("\n</result>", start)
         opened = piece.count("</search><result>", start)
-        assert found == Judgement(whole, 0, opened - whole, ()), piece[-40:]
+        assert found == Judgement(opened, 0, opened - whole, ()), piece[-40:]
 
 
-def test_a_cut_error_is_not_judged_but_a_whole_one_before_it_is(digests: AnswerDigests) -> None:
-    """Only the last block may go unjudged; one that merely lacks its end is broken."""
+def test_a_cut_error_is_judged_as_a_whole_one_before_it_is(digests: AnswerDigests) -> None:
+    """A block that was cut is broken where it cannot be ours, as one that merely lacks its end."""
     lost = Turn("q", "error: 502")
     text = rollout("Which city?", [lost, lost], "")
     cut = text[: text.rindex("\n</result>")]
-    assert digests.judge(cut) == Judgement(1, 0, 1, (text.index("<result>error"),))
+    both = (text.index("<result>error"), text.rindex("<result>error"))
+    assert digests.judge(cut) == Judgement(2, 0, 1, both)
     unclosed = cut.replace("\n</result>\n<think>", "\n<think>", 1)
     found = digests.judge(unclosed)
-    assert found == Judgement(1, 0, 1, (unclosed.index("<result>error"),))
+    both = (unclosed.index("<result>error"), unclosed.rindex("<result>error"))
+    assert found == Judgement(2, 0, 1, both)
 
 
 @pytest.mark.parametrize("text", ["", prompt("q").removesuffix("<think>"), "<think>" * 3])
@@ -194,10 +197,11 @@ def test_a_block_is_asked_for_as_it_stands() -> None:
     digests = handed_over(CAFE)
     stands = block(answered("q", CAFE).text).removesuffix("\n")
     assert stands == block_of(CAFE)
-    assert stands in digests
-    assert unicodedata.normalize("NFC", stands) in digests
-    assert CAFE not in digests
-    assert stands + "\n" not in digests
+    assert digests.has("q", stands)
+    assert digests.has("q", unicodedata.normalize("NFC", stands))
+    assert not digests.has("q", CAFE)
+    assert not digests.has("q", stands + "\n")
+    assert not digests.has("another", stands)
 
 
 def test_a_lone_surrogate_is_only_unknown(digests: AnswerDigests) -> None:
@@ -207,59 +211,67 @@ def test_a_lone_surrogate_is_only_unknown(digests: AnswerDigests) -> None:
 
 
 def test_the_set_is_exact_while_it_grows() -> None:
-    """Everything added must be found, nothing else, through every growth of every shard."""
+    """Everything added must be found, and nothing else, however much there is."""
     draw = random.Random(3)
     digests, known = AnswerDigests(12_000), set[bytes]()
     for number in range(12_000):
-        digest = draw.randbytes(16)
-        digests.add_digest(digest)
+        digest = draw.randbytes(DIGEST_BYTES)
+        assert digests.add_digest(digest)
         known.add(digest)
         if number % 7 == 0:
-            digests.add_digest(digest)
+            assert not digests.add_digest(digest)
     assert len(digests) == len(known) == 12_000
     assert held(digests) == known
     for text in ("a", "b", ""):
-        assert block_of(text) not in digests
-    digests.add("a")
-    assert block_digest(block_of("a")) in held(digests)
-    assert block_of("a") in digests
+        assert not digests.has("q", block_of(text))
 
 
 def held(digests: AnswerDigests) -> set[bytes]:
-    """What the tables hold, slot by slot."""
-    tables = [bytes(table) for table in digests._tables]
-    slots = {table[at : at + 16] for table in tables for at in range(0, len(table), 16)}
-    return slots - {bytes(16)}
+    """What the shards hold, digest by digest."""
+    shards = [bytes(shard) for shard in digests._shards if shard]
+    size = DIGEST_BYTES
+    return {shard[at : at + size] for shard in shards for at in range(0, len(shard), size)}
 
 
 def nbytes(digests: AnswerDigests) -> int:
-    return sum(map(len, digests._tables))
+    return sum(len(shard) for shard in digests._shards if shard is not None)
+
+
+def memory(digests: AnswerDigests) -> int:
+    """Of the set and its objects, with what they hold in advance."""
+    shards = [shard for shard in digests._shards if shard is not None]
+    return sys.getsizeof(digests._shards) + sum(map(sys.getsizeof, shards))
 
 
 def test_memory_is_bounded_by_what_is_held() -> None:
     """A distinct answer must cost at most 32 bytes at any capacity, and a repeat no memory."""
     draw = random.Random(5)
     digests = AnswerDigests(100_000)
-    assert nbytes(digests) < 8_000
+    assert memory(digests) < 8_000
     for number in range(1, 100_001):
-        digests.add_digest(draw.randbytes(16))
+        digests.add_digest(draw.randbytes(DIGEST_BYTES))
         if number % 10_000 == 0:
             assert nbytes(digests) <= 32 * number
-    before = nbytes(digests)
+    assert memory(digests) <= 32 * 100_000
+    digests = AnswerDigests(100_000)
+    digests.add("q", PARIS)
+    before = memory(digests)
     for _ in range(5_000):
-        digests.add(DECLINED)
-    assert nbytes(digests) == before
-    assert nbytes(AnswerDigests(1)) < 1_000
+        digests.add("q", PARIS)
+    assert memory(digests) == before
+    assert memory(AnswerDigests(1)) < 1_000
 
 
 def test_more_answers_than_attempts_are_refused() -> None:
     """The set must not grow without bound when more is handed over than was admitted."""
     digests = AnswerDigests(3)
-    for number in range(3 + UNCOUNTED_ANSWERS):
-        digests.add(str(number))
-    digests.add("0")
+    for number in range(3):
+        digests.add("q", str(number))
+    digests.add("q", "0")
     with pytest.raises(errors.InvariantBroken, match="max_calls"):
-        digests.add("one more")
+        digests.add("q", "one more")
+    with pytest.raises(errors.InvariantBroken, match="max_calls"):
+        digests.add("another", "0")
 
 
 def test_judging_beside_adding_finds_what_was_there() -> None:
@@ -269,5 +281,5 @@ def test_judging_beside_adding_finds_what_was_there() -> None:
     with ThreadPoolExecutor(2) as threads:
         judging = threads.submit(lambda: {digests.judge(text) for _ in range(1500)})
         for number in range(900):
-            digests.add(f"answer {number}")
+            digests.add("q", f"answer {number}")
         assert judging.result() == {Judgement(2, 0, 0, ())}

@@ -64,7 +64,9 @@ def verified(tmp_path: Path, run: Path, receipt: Any) -> tuple[int, str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Written:
     """A node's run whose last record accepts a checkpoint of all nodes."""
-    return write_run(tmp_path / "run", [*searches(2), checkpoint(nodes=NODES, read_back_bytes=7, searches=2)])
+    return write_run(
+        tmp_path / "run", [*searches(2), checkpoint(nodes=NODES, read_back_bytes=7, searches=2)]
+    )
 
 
 KEYS = (

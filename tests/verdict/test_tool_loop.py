@@ -456,7 +456,7 @@ async def test_honest_rollouts_are_never_refused(
             for _ in range(draw.randint(0, 5))
         ]
         answer = "\n\n".join(passages)
-        given.add(answer)
+        given.add(query, answer)
         return answer
 
     monkeypatch.setattr(tool, "_search", search)

@@ -620,13 +620,13 @@ async def test_the_environments_answers_are_told_for_provenance(tmp_path: Path) 
     """What the unmodified environment makes of /batch_search is a rollout's text; the answer of
     /retrieve is no text that the pinned scorer judges.
     """
-    told: list[str] = []
+    told: list[tuple[str, str]] = []
     async with served(tmp_path / "run", **ALL) as run:
-        run.service.on_answer = told.append
+        run.service.on_answer = lambda query, text: told.append((query, text))
         await ask(run, {"query": ["Ada", ""], "top_n": 5}, "/batch_search")
         await ask(run, nested(["Bob"]))
         joined = "\n\n".join(document["contents"] for document in documents_for("Ada"))
-        assert told == [joined, "invalid query"]
+        assert told == [("Ada", joined)]  # what is declined depends on the query alone
 
 
 async def test_a_slip_of_ours_settles_the_batch(tmp_path: Path) -> None:
