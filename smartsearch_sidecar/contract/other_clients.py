@@ -11,7 +11,8 @@ each makes of an error::
 
 The number of passages is the run's, not the client's: another one is refused. A query that cannot
 be searched is the policy's own doing, also where it is no text at all (a tool call is JSON, and the
-policy writes it): it comes back with ``problem`` set, as from ``contract.parse_execute``.
+policy writes it): it comes back with ``problem`` set, as from ``contract.parse_execute``. So does
+another number where the policy's own call is what is sent on (``Form.of_a_call``), if told so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Final
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import DECLINED_RESULT, QueryProblem, query_problem
+from smartsearch_sidecar.contract.execute import QueryProblem, declined_result, query_problem
 from smartsearch_sidecar.contract.json import compact
 
 QUERIES_MAX: Final = 4_096
@@ -61,6 +62,13 @@ class Form(enum.StrEnum):
     @property
     def many(self) -> bool:
         return self in (Form.batch_search, Form.nested_many, Form.flat_many)
+
+    @property
+    def of_a_call(self) -> bool:
+        """Whether the number of passages is an argument of the policy's own call: rLLM and the
+        unmodified environment send it on. In the other forms the client's configuration says it.
+        """
+        return self in (Form.search, Form.results)
 
     @property
     def surfaces(self) -> bool:
@@ -111,10 +119,16 @@ def read_form(route: str, value: Any) -> Form:
     return Form.nested_one if _flag(value, "return_scores") else Form.flat_one
 
 
-def read_searches(form: Form, value: Any, top_n: int) -> Searches:
+def read_searches(form: Form, value: Any, top_n: int, *, declines_calls: bool = False) -> Searches:
     """The searches of a request; ``top_n`` is the run's. Raises ``InvalidRequest``."""
-    _require_top_n(form, value, top_n)
     asked = value["queries"] if "queries" in value else value["query"]
+    try:
+        _require_top_n(form, value, top_n)
+    except errors.InvalidRequest:
+        if not (declines_calls and form.of_a_call):
+            raise
+        declined = Query(_query(asked).text, QueryProblem.invalid_call)
+        return Searches(form, (declined,), top_n, _flag(value, "return_score"))
     if not form.many:
         asked = [asked]
     elif type(asked) is not list:
@@ -184,7 +198,7 @@ def render_scores(documents: Documents) -> bytes:
     return compact([one["score"] for one in documents])
 
 
-def render_declined(form: Form) -> bytes:
+def render_declined(form: Form, problem: QueryProblem) -> bytes:
     """A declined query's part of an answer, as each client's own environment would put it.
 
     The unmodified environment answers ``invalid query`` to an empty one, and joins the contents of
@@ -192,7 +206,8 @@ def render_declined(form: Form) -> bytes:
     own for nothing having been found.
     """
     if form in (Form.search, Form.batch_search):
-        return compact([{"id": "invalid-query", "contents": DECLINED_RESULT}])
+        told = declined_result(problem)
+        return compact([{"id": told.replace(" ", "-"), "contents": told}])
     return b"[]"
 
 

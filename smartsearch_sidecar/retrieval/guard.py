@@ -98,29 +98,33 @@ class Guard:
         here: its caller bounds the wait (``CachedSearch.find``).
         """
         asked = self.top_n if top_n is None else top_n
-        documents = await self._ask(query, deadline, asked)
+        documents, tries = await self._ask(query, deadline, asked)
         await self.check_identity()
         try:
-            return self._found(documents, asked)
+            found = self._found(documents, asked)
+            return found if tries == 1 else found._replace(tries=tries)
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider's own objects may raise when read: classified here
             said = f"the provider's documents could not be read ({type(exc).__name__})"
             raise errors.DOCUMENT_INVALID(said) from exc
 
-    async def _ask(self, query: str, deadline: float, top_n: int) -> Any:
+    async def _ask(self, query: str, deadline: float, top_n: int) -> tuple[Any, int]:
+        """What the provider answered, unread, and to which try."""
         loop = asyncio.get_running_loop()
         pause = RETRY_SECONDS
-        for tries_left in range(self._retries, -1, -1):
+        for tries in range(1, self._retries + 2):
             began = loop.time()
             try:
-                return await self.provider.search(query, top_n)
-            except errors.ProviderTransport:
+                return await self.provider.search(query, top_n), tries
+            except errors.ProviderTransport as exc:
                 # A try that could not last as long as this one did is not made: of a retriever that
                 # hangs, the deadline would say less than its own fault does.
                 took = loop.time() - began
-                if not tries_left or loop.time() + pause + took >= deadline:
-                    raise
+                if tries > self._retries or loop.time() + pause + took >= deadline:
+                    if tries == 1:
+                        raise
+                    raise exc.failure(f"{exc.message} (try {tries})") from exc
             except errors.SidecarError:
                 raise
             except Exception as exc:  # a provider may raise anything: classified here, once
@@ -213,8 +217,9 @@ class CachedSearch:
         if self._flights.get(key) is task:
             del self._flights[key]
         if not task.cancelled() and task.exception() is None and self._share:
+            found = task.result()
             with suppress(ValueError):  # an answer larger than the whole cache is not kept
-                self.cache[key] = (key[0], task.result())
+                self.cache[key] = (key[0], found if found.tries == 1 else found._replace(tries=1))
 
     async def close(self) -> None:
         """Cancels the searches still running, which no request awaits, and closes the provider."""

@@ -36,12 +36,14 @@ def carries_tag(contents: str) -> bool:
 class Found(NamedTuple):
     """What one search found, encoded once and recorded as often as it is asked. ``documents_json``
     is the JSON list of ``{"id", "contents", "score"}`` in rank order; ``text`` the contents joined,
-    as a rollout gets them; ``dropped`` names the passages left out, with the reason.
+    as a rollout gets them; ``dropped`` names the passages left out, with the reason; ``tries`` are
+    the calls to the provider that it took.
     """
 
     documents_json: bytes
     text: str
     dropped: tuple[Mapping[str, str], ...]
+    tries: int = 1
 
     @property
     def size(self) -> int:

@@ -47,6 +47,7 @@ KEEPALIVE_SECONDS: Final = 1.0
 
 _OK = 200
 _NOT_SHOWN = frozenset({404, 405, 501})
+_REFUSED = frozenset({429, 503})  # it has too much to do and did not begin
 
 TEMPERATURE: Final = 0.6
 STOP: Final = ("</answer>",)
@@ -300,7 +301,8 @@ class HelperClient:
         return errors.HELPER_STATUS(
             f"the helper at {self.place} answered {status} instead of 200: see its log "
             "(404: wrong reward.helper.kind, url or model; 400 or 500 from an SGLang that does not "
-            "know sampling_seed: upgrade it, or use kind = completions)"
+            "know sampling_seed: upgrade it, or use kind = completions)",
+            refused=status in _REFUSED,
         )
 
     async def _exchange(

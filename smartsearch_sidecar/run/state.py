@@ -230,8 +230,9 @@ class Scores:
 class RunState:
     """The fold of a run's records. Equal histories give equal states.
 
-    ``searching`` holds the numbers of searches admitted and not yet settled; a run with any of them
-    is pending, and a restart that finds any closes the latch.
+    ``searching`` holds the numbers of searches admitted and not yet settled, ``awaited`` those of
+    lost answers (the first is 1) whose client is to ask again; a run with any of them is pending,
+    and a restart that finds any closes the latch.
     """
 
     max_calls: int = 0
@@ -241,9 +242,12 @@ class RunState:
     failed: int = 0
     declined: int = 0
     lost: int = 0
+    repeated: int = 0
+    awaited: set[int] = field(default_factory=set)
     searching: set[int] = field(default_factory=set)
     cache: Counter[str] = field(default_factory=Counter)
     dropped_passages: int = 0
+    retries: int = 0
     declined_by: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     closed_cleanly: bool = False
@@ -260,7 +264,7 @@ class RunState:
     @property
     def settled(self) -> bool:
         """Nothing admitted is without its settlement."""
-        return not self.searching and self.scores.settled
+        return not self.searching and not self.awaited and self.scores.settled
 
     def refuse_closed(self) -> None:
         if self.closed:
@@ -358,6 +362,7 @@ class RunState:
         self.responses += 1
         self.cache[record.cache] += 1
         self.dropped_passages += len(record.dropped or ())
+        self.retries += (record.tries or 1) - 1
 
     def _failed(self, record: kinds.RetrievalFailed) -> None:
         _settle(self.searching, record.number, "search")
@@ -372,11 +377,20 @@ class RunState:
         self.declined = record.number
         self.declined_by[record.reason] += 1
 
-    def _lost(self, record: kinds.DeliveryLost) -> None:
-        if record.number is not None and not 0 < record.number <= self.attempts:
-            number = record.number
+    def _require_asked(self, number: int | None) -> None:
+        if number is not None and not 0 < number <= self.attempts:
             raise errors.LEDGER_CORRUPT(f"an answer to search {number} was never to be given")
+
+    def _lost(self, record: kinds.DeliveryLost) -> None:
+        self._require_asked(record.number)
         self.lost += 1
+        if record.awaits_repeat:
+            self.awaited.add(self.lost)
+
+    def _repeated(self, record: kinds.DeliveryRepeated) -> None:
+        self._require_asked(record.number)
+        _settle(self.awaited, record.loss, "lost answer")
+        self.repeated += 1
 
     def _score_requested(self, record: kinds.RewardRequested) -> None:
         self._require_open(record)
@@ -441,6 +455,7 @@ class RunState:
         kinds.RetrievalFailed: _failed,
         kinds.RetrievalDeclined: _declined,
         kinds.DeliveryLost: _lost,
+        kinds.DeliveryRepeated: _repeated,
         kinds.RewardRequested: _score_requested,
         kinds.RewardAnswered: _score_answered,
         kinds.RewardFailed: _score_failed,

@@ -20,7 +20,7 @@ import structlog
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.contract.execute import DECLINED_RESULT
+from smartsearch_sidecar.contract.execute import declined_result
 from smartsearch_sidecar.ledger.file import CLAIM
 from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
 from smartsearch_sidecar.ledger.recorder import Run
@@ -64,7 +64,10 @@ class Rewards:
         waited = run.observer.waited["reward"].observe
         binding = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
         dispatch = HelperDispatch(
-            self.helper, concurrency=section.helper.concurrency, seed=section.seed
+            self.helper,
+            concurrency=section.helper.concurrency,
+            seed=section.seed,
+            retries=section.helper.retries,
         )
         return Scoring(
             run=run,
@@ -158,11 +161,13 @@ def _needed(value: T | None, key: str) -> T:
 def recorded_answers(directory: Path) -> Iterator[str]:
     """The texts of a run's answers, declined ones included, read from its journal."""
     reader = RunReader(directory)
-    declined = False
+    declined: set[str] = set()
     for line in Scan(reader, History(reader.read(CLAIM), documents=True)):
         record = line.record
         if isinstance(record, RetrievalAnswered):
             yield "\n\n".join(document["contents"] for document in record.documents())
-        elif isinstance(record, RetrievalDeclined) and not declined:
-            declined = True
-            yield DECLINED_RESULT
+        elif isinstance(record, RetrievalDeclined):
+            told = declined_result(record.reason)
+            if told not in declined:
+                declined.add(told)
+                yield told

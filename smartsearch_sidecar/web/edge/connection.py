@@ -55,8 +55,8 @@ class EdgeConnection(web.RequestHandler):
 
     __slots__ = (
         *("server", "authenticated", "streaming", "unread"),
-        *("_arrived", "_began", "_bye", "_fault", "_first", "_poller", "_reported", "_tail"),
-        *("_taking",),
+        *("_arrived", "_began", "_bye", "_fault", "_first", "_left", "_poller", "_reported"),
+        *("_tail", "_taking"),
     )
 
     def __init__(self, server: EdgeServer, **options: Any) -> None:
@@ -69,6 +69,7 @@ class EdgeConnection(web.RequestHandler):
         self._began: deque[float] = deque()  # first bytes of the requests in `_messages`
         self._first: float | None = None  # first byte of a request whose headers are not whole
         self._taking: StreamReader | None = None  # the body that next bytes belong to
+        self._left: float | None = None  # loop time at which the peer was found gone
         self._fault: str | None = None  # why nothing more of this connection is parsed
         self._reported = False
         self._tail = b""
@@ -111,8 +112,10 @@ class EdgeConnection(web.RequestHandler):
             server.settle()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._leaves()
         if self.unread and exc is not None:
             self.lost(AFTER_WRITE)
+        self.unread.clear()  # a callback may hold the request, and that this connection
         if self._fault is None and (self._first is not None or self._messages):
             self._fault = "cut_off" if self._first is not None else "abandoned"
         self._report()
@@ -125,6 +128,7 @@ class EdgeConnection(web.RequestHandler):
             self.server.settle()
 
     def eof_received(self) -> None:
+        self._leaves()
         if self.unread and self.polled() & select.POLLERR:  # a reset behind the FIN
             self.lost(AFTER_WRITE)
 
@@ -255,6 +259,16 @@ class EdgeConnection(web.RequestHandler):
     def closing(self) -> bool:
         """Whether the transport knows that no byte can be sent any more."""
         return self.transport is None or self.transport.is_closing()
+
+    def left_at(self) -> float | None:
+        """Loop time at which the peer was first found gone; ``None`` while it is here."""
+        if self._left is None and (self.closing() or self.polled()):
+            self._leaves()
+        return self._left
+
+    def _leaves(self) -> None:
+        if self._left is None:
+            self._left = self._loop.time()
 
     def polled(self) -> int:
         """What the kernel knows of the peer, as poll(2) bits; 0 while it is there."""
