@@ -261,7 +261,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     ),
     Difference(
         "retrieval.retries",
-        "a transport fault ends the run",
+        "a transport fault or a status of 429, 500, 502, 503 or 504 ends the run",
         "tried twice more within the deadline",
         "a search of a frozen corpus is free to repeat",
         "training",
@@ -306,6 +306,13 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "the same rollout is scored and paid for again, with another result",
         "it gets the recorded score",
         "the pinned trainer scores each batch twice, and trains on what it did not save",
+        "training",
+    ),
+    Difference(
+        "reward.helper.retries",
+        "a helper that refuses a call with 429 or 503 ends the run",
+        "asked twice more, each time by a call of its own in ledger and quota",
+        "it has too much to do and did not begin; minutes later it answers",
         "training",
     ),
     Difference(
