@@ -255,7 +255,7 @@ def _answered(record: kinds.RetrievalAnswered) -> list[str]:
     if record.dropped:
         parts.append(f"{len(record.dropped)} dropped")
     if record.tries:
-        parts.append(f"try {record.tries}")
+        parts.append(f"try {record.tries:,}")
     parts.append(f"{printable(record.cache)}, {record.took_us / 1000:.1f} ms")
     return parts
 
