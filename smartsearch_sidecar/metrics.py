@@ -73,7 +73,7 @@ TABLE: Final = (
     _row("search_cache_bytes", "gauge", "Bytes of answers held in the cache."),
     _row("declined_total", "counter", "Queries and calls that were declined.", "reason"),
     _row("declined_share", "gauge", "Declined queries as a share of declined and admitted ones."),
-    _row("passages_dropped_total", "counter", "Passages left out for a protocol tag."),
+    _row("passages_dropped_total", "counter", "Passages left out: a tag, blank, a second time."),
     _row("answers_lost_total", "counter", "Answers whose client had gone."),
     _row("answers_repeated_total", "counter", "Lost answers whose client asked again."),
     _row("answers_awaited", "gauge", "Lost answers whose client is to ask again."),

@@ -316,7 +316,8 @@ class RetrievalSection(Section):
     cache_mib: int = whole(Preset(64, 0), 0, 65536, "MiB")
     """Answers kept for repeated searches; 0 also ends the sharing of identical ones in flight."""
     on_protocol_tag: Literal["drop", "latch"] = preset("drop", "latch")
-    """A passage with a protocol tag: it would end or forge a turn of the rollout."""
+    """A passage with a protocol tag: it would end or forge a turn of the rollout. `drop` leaves it
+    out and records it, and so a blank one, or one that comes a second time in an answer."""
     on_drift: Literal["latch", "off"] = preset("latch", "off")
     """A remote document whose text differs from the one this run saw under its id before."""
     bm25: Bm25Section = Field(default_factory=Bm25Section)

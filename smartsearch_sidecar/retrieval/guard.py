@@ -15,14 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
 from cachetools import LRUCache
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.passages import Found, found_of, read_passage
+from smartsearch_sidecar.retrieval.passages import (
+    Found,
+    Passage,
+    blank_id,
+    digests_of_normal_forms,
+    found_of,
+    read_passage,
+)
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256
 
@@ -43,9 +50,9 @@ class Guard:
         self, provider: Provider, *, top_n: int, retries: int, drop_tagged: bool, watch_drift: bool
     ) -> None:
         """``top_n`` passages where a search does not say how many; ``retries`` further tries after
-        a transport fault; ``drop_tagged`` leaves passages with protocol tags out, which are
-        ``DocumentInvalid`` otherwise; ``watch_drift`` remembers a digest (16 bytes with its id) per
-        document of a remote provider.
+        a transport fault; ``drop_tagged`` leaves passages out that carry a protocol tag, are blank
+        or come a second time, which are ``DocumentInvalid`` otherwise; ``watch_drift`` remembers a
+        digest (16 bytes with its id) per document of a remote provider.
         """
         self.provider = provider
         self.top_n = top_n
@@ -142,16 +149,14 @@ class Guard:
             raise errors.DOCUMENT_INVALID(
                 f"the provider answered {len(documents)} documents where {top_n} were asked"
             )
-        passages = [read_passage(item, position) for position, item in enumerate(documents, 1)]
-        if len({passage.id for passage, _ in passages}) != len(passages):
-            raise errors.DOCUMENT_INVALID("the provider answered the same document id twice")
         dropped: list[Mapping[str, str]] = []
+        passages = self._read(documents, dropped)
+        if len({passage.id for passage, _ in passages}) != len(passages):
+            passages = self._each_once(passages, dropped)
         seen = self._seen
         for position, (passage, _) in enumerate(passages, 1):
             if seen is not None and passage.digest != seen.setdefault(passage.key, passage.digest):
-                raise errors.DOCUMENT_DRIFT(
-                    f"document {passage.id[:80]!r} has other contents than earlier in this run"
-                )
+                raise _drift(passage, seen[passage.key])
             if passage.tagged:
                 if not self._drop_tagged:
                     raise errors.DOCUMENT_INVALID(
@@ -161,6 +166,48 @@ class Guard:
         if dropped:
             passages = [pair for pair in passages if not pair[0].tagged]
         return found_of(passages, dropped)
+
+    def _read(
+        self, documents: Any, dropped: list[Mapping[str, str]]
+    ) -> list[tuple[Passage, bytes]]:
+        """Every document as a passage with its score; blank ones are told in ``dropped``. Raises
+        ``DocumentInvalid``.
+        """
+        passages = []
+        for position, item in enumerate(documents, 1):
+            try:
+                passages.append(read_passage(item, position))
+            except errors.RetrievalError:
+                if not self._drop_tagged or (blank := blank_id(item)) is None:
+                    raise
+                dropped.append({"id": blank, "reason": "blank"})
+        return passages
+
+    def _each_once(
+        self, passages: Sequence[tuple[Passage, bytes]], dropped: list[Mapping[str, str]]
+    ) -> list[tuple[Passage, bytes]]:
+        """The first passage of each id; a further one must be the same, and is told in ``dropped``.
+        Raises ``DocumentInvalid``.
+        """
+        kept: dict[str, tuple[Passage, bytes]] = {}
+        for passage, score in passages:
+            if passage.id not in kept:
+                kept[passage.id] = passage, score
+                continue
+            if not self._drop_tagged or kept[passage.id][0].contents != passage.contents:
+                raise errors.DOCUMENT_INVALID("the provider answered the same document id twice")
+            dropped.append({"id": passage.id, "reason": "repeated_id"})
+        return list(kept.values())
+
+
+def _drift(passage: Passage, seen: bytes) -> errors.RetrievalError:
+    """``seen`` is the digest of what the run saw under the passage's id before."""
+    how = ""
+    if seen in digests_of_normal_forms(passage.contents):
+        how = " (another Unicode normal form of the same text)"
+    return errors.DOCUMENT_DRIFT(
+        f"document {passage.id[:80]!r} has other contents than earlier in this run{how}"
+    )
 
 
 class CachedSearch:

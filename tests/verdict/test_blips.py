@@ -30,10 +30,14 @@ SERVED_AS = {"corpus_sha256": "c" * 64, "index_sha256": "1" * 64, "timeout_secon
 
 @asynccontextmanager
 async def behind(
-    path: Path, *, canaries: Path | None = None, **keys: Any
+    path: Path,
+    *,
+    canaries: Path | None = None,
+    made: FakeRetriever | None = None,
+    **keys: Any,
 ) -> AsyncIterator[tuple[Served, FakeRetriever]]:
     """A run in front of a retriever over HTTP."""
-    async with FakeRetriever() as retriever:
+    async with made or FakeRetriever() as retriever:
         settings: dict[str, Any] = {**SERVED_AS, "url": retriever.url, "canaries": canaries}
         provider = FlashragProvider(FlashRagSection(**settings))
         await provider.start()
@@ -127,6 +131,38 @@ async def test_what_is_no_blip_ends_the_run_at_once(tmp_path: Path, failure: str
         assert (await run.execute("Ada"))[0] == 502
         assert len(retriever.calls) == 1
         assert run.service.run.state.closed
+
+
+class Careless(FakeRetriever):
+    """Its answers hold a blank passage, and another one twice."""
+
+    def documents(self, query: str, top_n: int = 5) -> list[dict[str, str]]:
+        first, second, third, *_ = super().documents(query, top_n)
+        return [first, {**second, "contents": " \n"}, {**first}, third]
+
+
+async def test_one_unusable_passage_is_left_out(tmp_path: Path) -> None:
+    """A blank passage and a repeated one are recorded as left out where a tagged one would be."""
+    good = FakeRetriever().documents("Ada")
+    async with behind(tmp_path / "run", made=Careless()) as (run, _):
+        status, value = await run.execute("Ada")
+        assert (status, value["result"]) == (200, f"{good[0]['contents']}\n\n{good[2]['contents']}")
+        status, health = await run.health(settle=2)
+        assert status == 200
+        _, shown = await run.internal("GET", "/status")
+        assert shown["dropped_passages"] == 2
+    ((_, _, data),) = of_kind(run.directory, "retrieval.answered")
+    assert data["dropped"] == [
+        {"id": good[1]["id"], "reason": "blank"},
+        {"id": good[0]["id"], "reason": "repeated_id"},
+    ]
+    async with behind(tmp_path / "strict", made=Careless(), retrieval__on_protocol_tag="latch") as (
+        run,
+        _,
+    ):
+        assert (await run.execute("Ada"))[0] == 502
+        _, health = await run.health()
+        assert health["cause"]["cause"] == "document_invalid"
 
 
 async def test_one_blip_of_a_canary_is_asked_again_in_the_next_round(tmp_path: Path) -> None:

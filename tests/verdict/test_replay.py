@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -390,3 +391,65 @@ async def test_the_other_two_are_as_they_were(tmp_path: Path, on_undelivered: st
         status, health = await run.health(settle=2)
         assert (status, health["retrieval_attempts"], health["delivery_repeated"]) == (200, 2, 0)
         assert of_kind(run, "delivery.lost") == [(1, {"stage": "after_write"})]
+
+
+# --- by chance ------------------------------------------------------------------------------------
+
+TRIES = 10  # as many as SkyRL and verl make
+
+
+async def rollout(run: Served, chance: random.Random, query: str, key: str, tries: int) -> None:
+    """One search of a rollout that loses its answer until the last of its tries, each time at
+    another moment: before the search, during it, or with the answer unread.
+    """
+    for _ in range(tries - 1):
+        client = await asks(run, native_body(query), key=key)
+        await asyncio.sleep(chance.choice([0, 0, 0.001, 0.003, 0.01]))
+        client.sock.close()
+        await asyncio.sleep(chance.choice([0, 0.002, 0.02]))
+    await answered(run, native_body(query), key=key)
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("keyed", [True, False], ids=["with keys", "without"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_rollout_that_asks_again_is_answered(
+    tmp_path: Path, seed: int, keyed: bool
+) -> None:
+    """Whenever clients leave, in whatever company: once each has its answer, no loss is open."""
+    chance = random.Random(seed)
+    provider = FakeProvider(seconds=0.004)
+    async with replaying(tmp_path / "run", provider=provider, execute__slots=3) as run:
+        rollouts = [
+            rollout(
+                run,
+                random.Random(seed * 1000 + number),
+                chance.choice(["Ada", "Bob", ""]),
+                f"rollout-{number}" if keyed else "",
+                chance.randint(1, TRIES),
+            )
+            for number in range(24)
+        ]
+        await asyncio.gather(*rollouts)
+        status, health = await run.health(settle=5)
+        assert (status, health["state"], health["cause"]) == (200, "healthy", None)
+        assert health["delivery_awaited"] == 0
+        if keyed:  # each rollout was searched for, or declined, exactly once
+            assert health["retrieval_attempts"] + health["retrieval_declined"] == 24
+        assert (await run.internal("POST", "/checkpoints", {"step": 1}))[0] == 201
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_one_that_gives_up_among_many_is_found(tmp_path: Path, seed: int) -> None:
+    """Told apart by their keys, one rollout that never got its answer ends the run."""
+    chance = random.Random(seed)
+    provider = FakeProvider(seconds=0.004)
+    keys: dict[str, Any] = {"execute__slots": 3, "execute__deadline_seconds": 2.0}
+    async with replaying(tmp_path / "run", provider=provider, **keys) as run:
+        asking = [
+            rollout(run, random.Random(number), "Ada", f"rollout-{number}", chance.randint(1, 3))
+            for number in range(8)
+        ]
+        await loses(run, key="given up")
+        await asyncio.gather(*asking)
+        await latched(run, "did not ask again")
