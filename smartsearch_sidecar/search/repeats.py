@@ -37,8 +37,8 @@ class Ask:
     """A request, from its body until its answer is handed over; and further if that was lost.
 
     ``began`` is loop time, as is what ``left_at`` returns: when the client left, ``None`` while it
-    is there. ``earlier`` is the request that this one repeats, ``taken`` says that a later one
-    repeats this one. ``loss`` is the number of its ``delivery.lost``.
+    is there. ``earlier`` is the request that this one repeats, ``later`` the one that repeats this
+    one. ``loss`` is the number of its ``delivery.lost``.
     """
 
     repeats: Repeats
@@ -46,7 +46,7 @@ class Ask:
     began: float
     left_at: Callable[[], float | None]
     earlier: Ask | None = None
-    taken: bool = False
+    later: Ask | None = None
     answer: Answer | None = None
     loss: int | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,9 +83,9 @@ class Repeats:
         """
         new = Ask(self, identity, began, left_at)
         for earlier in self._asks.get(identity, ()):
-            left = None if earlier.taken else earlier.left_at()
+            left = None if earlier.later is not None else earlier.left_at()
             if left is not None and left <= began:
-                earlier.taken, new.earlier = True, earlier
+                earlier.later, new.earlier = new, earlier
                 if earlier.alarm is not None:
                     earlier.alarm.cancel()
                 break
@@ -99,14 +99,15 @@ class Repeats:
         or it left before it was searched for. Raises what ``work`` raises, ``DeadlinePassed`` or
         ``LatchClosed``.
         """
-        earlier, found = ask.earlier, None
-        if earlier is not None:
+        found = None
+        while (earlier := ask.earlier) is not None and not earlier.ended.is_set():
             try:
                 await run_until_deadline(deadline, earlier.ended.wait())
             except TimeoutError:
                 raise errors.DEADLINE_PASSED(
                     "the search of the request that this one repeats was still running"
                 ) from None
+        if earlier is not None:
             self._state.refuse_closed()
             found = earlier.answer
         answer = ask.answer = await work(deadline) if found is None else found
@@ -134,7 +135,7 @@ class Repeats:
         if earlier is None:
             return True
         if not earlier.ended.is_set():
-            return False  # `over` lets a later request repeat it
+            return False  # `over` puts a later request in the place of this one
         ask.answer = ask.answer or earlier.answer
         record = self._repeated(ask)
         if record is not None:
@@ -148,7 +149,7 @@ class Repeats:
         if ask not in asks:
             asks.append(ask)
         ask.ended.set()
-        if not ask.taken:
+        if ask.later is None:
             self._set_alarm(ask)
 
     def _set_alarm(self, ask: Ask) -> None:
@@ -160,8 +161,10 @@ class Repeats:
         ask.ended.set()
         earlier, ask.earlier = ask.earlier, None
         if earlier is not None:
-            earlier.taken = False
-            if earlier.loss is not None:
+            earlier.later, ask.later = ask.later, None
+            if earlier.later is not None:
+                earlier.later.earlier = earlier
+            elif earlier.loss is not None:
                 self._set_alarm(earlier)
         if ask.loss is None:
             self._forget(ask)

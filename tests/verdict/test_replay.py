@@ -289,6 +289,31 @@ async def test_a_repeat_that_leaves_while_the_first_is_searched(tmp_path: Path) 
         await healthy(run, retrieval_attempts=1, delivery_lost=2, delivery_repeated=1)
 
 
+async def test_a_third_try_stands_behind_one_that_left_the_room(tmp_path: Path) -> None:
+    """The second try is gone before its slot and the third waits behind it: still one loss."""
+    provider = FakeProvider()
+    provider.gate = asyncio.Event()
+    async with replaying(tmp_path / "run", provider=provider, execute__slots=2) as run:
+        first = await asks(run)
+        await until(lambda: provider.under_way == 1)
+        await run.service.slots.take(1e9)
+        first.sock.close()
+        await until(lambda: run.daemon._edges[0].open == 0)
+        second = await asks(run)
+        await until(lambda: run.service.slots.waiting == 1)
+        second.sock.close()
+        await until(lambda: run.daemon._edges[0].open == 0)
+        third = await asks(run)
+        await until(lambda: run.service.slots.waiting == 2)
+        run.service.slots.give()
+        await until(lambda: run.service.slots.in_service == 2)
+        assert (run.service.run.state.lost, run.service.run.state.awaited) == (1, set())
+        provider.gate.set()
+        assert (await third.answer()).status == 200
+        third.sock.close()
+        await healthy(run, retrieval_attempts=1, delivery_lost=2, delivery_repeated=1)
+
+
 async def test_a_declined_query_counts_once(tmp_path: Path) -> None:
     """Its answer is lost and given again, and the query was declined once."""
     async with replaying(tmp_path / "run") as run:
