@@ -216,6 +216,7 @@ class HelperClient:
             connect_seconds=CONNECT_SECONDS,
         )
         self._shown: Mapping[str, str] | None = None
+        self._weights: str | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -242,8 +243,10 @@ class HelperClient:
         if status != _OK:
             raise self._refused(status)
         answer = self._protocol.answer(raw, self.model)
-        weights = (self._shown or {}).get("weight_version")
-        if weights is not None and answer.weight_version not in {None, weights}:
+        shown, answered = (self._shown or {}).get("weight_version"), answer.weight_version
+        # Where the server's own information names none, the first answer's are those of the run.
+        self._weights = self._weights or shown or answered
+        if answered not in {None, self._weights}:
             raise errors.HELPER_IDENTITY(
                 f"the helper at {self.place} was given other weights while the run goes on: "
                 "start a new run with the weights it is to be judged by",

@@ -10,11 +10,13 @@ import asyncio
 import json
 import random
 import shutil
+import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.search.repeats import Repeats
@@ -29,6 +31,7 @@ REPLAY: dict[str, Any] = {"execute__on_undelivered": "replay", "execute__deadlin
 SHORT: dict[str, Any] = {"execute__on_undelivered": "replay", "execute__deadline_seconds": 0.5}
 QUERY = "Ada"
 STEP = ["Ada", "Bob"]
+TRIES = 10  # as many as SkyRL and verl make
 
 
 def request(value: Any, *, path: str = "execute", key: str = "") -> bytes:
@@ -404,6 +407,37 @@ async def test_after_the_latch_no_loss_is_awaited(tmp_path: Path) -> None:
     assert latch[1]["cause"] == "operator"
 
 
+async def test_a_client_as_skyrl_has_it(tmp_path: Path) -> None:
+    """`requests` with a time-out of its own, up to ten tries and a pause: every try times out until
+    the search is let go, and the rollout gets its passages.
+    """
+    provider = FakeProvider()
+    provider.gate = asyncio.Event()
+    async with replaying(tmp_path / "run", provider=provider, execute__routes=["retrieve"]) as run:
+        url = run.endpoints.sandbox_url + "/retrieve"
+        value = {"queries": [QUERY], "topk": 3, "return_scores": True}
+        asked = asyncio.create_task(asyncio.to_thread(_persistently, url, value))
+        await until(lambda: run.service.slots.in_service >= 3)
+        provider.gate.set()
+        found = await asked
+        assert "about Ada" in found["result"][0][0]["document"]["contents"]
+        status, health = await run.health(settle=5)
+        assert (status, health["retrieval_attempts"]) == (200, 1)
+        assert health["delivery_lost"] == health["delivery_repeated"] >= 2
+        assert provider.queries == [QUERY]
+
+
+def _persistently(url: str, value: Any) -> Any:
+    session = requests.Session()
+    session.trust_env = False
+    for _ in range(TRIES):
+        try:
+            return session.post(url, json=value, timeout=1).json()
+        except (requests.ConnectionError, requests.Timeout):
+            time.sleep(0.02)
+    raise AssertionError("ten tries were lost")
+
+
 @pytest.mark.parametrize("on_undelivered", ["latch", "record"])
 async def test_the_other_two_are_as_they_were(tmp_path: Path, on_undelivered: str) -> None:
     """Without ``replay`` a repeat is a search of its own, and only ``record`` goes on."""
@@ -419,8 +453,6 @@ async def test_the_other_two_are_as_they_were(tmp_path: Path, on_undelivered: st
 
 
 # --- by chance ------------------------------------------------------------------------------------
-
-TRIES = 10  # as many as SkyRL and verl make
 
 
 async def rollout(run: Served, chance: random.Random, query: str, key: str, tries: int) -> None:
