@@ -85,7 +85,12 @@ TABLE: Final = (
     _row("score_seconds", "histogram", "Admission of a rollout to its reward."),
     _row("rollout_searches", "histogram", "Answered searches in each scored rollout."),
     _row("result_blocks_total", "counter", "Blocks no answer of this run explains.", "kind"),
-    _row("verdicts_total", "counter", "Helper verdicts; `other` is neither 0 nor 1.", "verdict"),
+    _row(
+        "verdicts_total",
+        "counter",
+        "Helper verdicts; `other` and `empty` are neither 0 nor 1.",
+        "verdict",
+    ),
     _row("verdicts_unparsed_share", "gauge", "Verdicts not understood, of the last 200."),
     # --- the helper
     _row("helper_calls_total", "counter", "Helper calls recorded and sent.", "split"),

@@ -362,6 +362,9 @@ class HelperSection(Section):
     retries: int = whole(Preset(2, 0), 0, 10, "tries")
     """More calls where it refuses one before it works (429, 503), after 0.5 s, then 2 s apart,
     within the deadline. Each counts in the quota; a refused one's reservation stays."""
+    on_empty: Literal["latch", "score"] = "latch"
+    """A completion without text: close the latch; or do as the pinned scorer, which counts its
+    round as correct, and record the verdict as `empty` (it adds to `unparsed_share_max`)."""
 
 
 class RewardSection(QuotasSection):

@@ -407,7 +407,7 @@ class RunState:
         scores.given.setdefault(key, Score(record.split, record.number, float(record.reward)))
         for verdict in record.verdicts:
             scores.verdicts[verdict] += 1
-            scores.window.append(verdict == "other")
+            scores.window.append(verdict in ("other", "empty"))
 
     def _score_failed(self, record: kinds.RewardFailed) -> None:
         self.scores.meter(record.split).on_score_failed(record.number)

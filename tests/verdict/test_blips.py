@@ -270,6 +270,45 @@ async def test_the_helper_is_asked_no_further(
         assert usage(health)[0] == calls
 
 
+@pytest.mark.parametrize("failure", ["empty", "blank"])
+async def test_one_empty_completion_may_be_scored(
+    tmp_path: Path, helper: FakeHelper, failure: str
+) -> None:
+    """As the pinned scorer does, which counts the round as correct; measured, and told apart."""
+    helper.failures[1] = failure
+    keys: dict[str, Any] = {"reward__helper__on_empty": "score", "reward__side_by_side": False}
+    async with rewarded(tmp_path, helper=helper, **keys) as scored:
+        status, first = await scored.reward(await two_rounds(scored))
+        assert status == 200, first
+        status, second = await scored.reward(await scored.rollout("Ada", "Cleo"))
+        assert (status, second["reward"]) == (200, first["reward"])
+        status, health = await scored.run.health(settle=2)
+        assert (status, health["verdicts"]) == (200, {"empty": 1, "1": 3})
+        assert health["verdicts_unparsed_share"] == 1 / 200
+        assert usage(health) == (4, 4, 0)
+    (one, *_) = of_kind(scored.run.directory, "helper.answered")
+    assert (one[1], one[2]["text"].strip(), one[2]["output_tokens"] > 0) == (1, "", True)
+    assert [
+        data["verdicts"] for _, _, data in of_kind(scored.run.directory, "reward.answered")
+    ] == [
+        ["empty", "1"],
+        ["1", "1"],
+    ]
+
+
+async def test_empty_completions_have_a_bound(tmp_path: Path, helper: FakeHelper) -> None:
+    """Above the share that may be neither 0 nor 1 they end the run."""
+    helper.failure = "empty"
+    keys: dict[str, Any] = {
+        "reward__helper__on_empty": "score",
+        "reward__unparsed_share_max": 0.004,
+    }
+    async with rewarded(tmp_path, helper=helper, **keys) as scored:
+        assert (await scored.reward(await two_rounds(scored)))[0] == 502
+        _, health = await scored.run.health()
+        assert health["cause"]["cause"] == "verdicts_unparsed"
+
+
 async def test_the_quota_counts_each_try(tmp_path: Path, helper: FakeHelper) -> None:
     """Where no call is left, the refused one is not asked again, and the quota is the cause."""
     helper.failures[1] = "busy_503"
