@@ -65,10 +65,11 @@ class Form(enum.StrEnum):
 
     @property
     def of_a_call(self) -> bool:
-        """Whether the number of passages is an argument of the policy's own call: rLLM and the
-        unmodified environment send it on. In the other forms the client's configuration says it.
+        """Whether the number of passages of one search may be an argument of the policy's own call:
+        rLLM, the unmodified environment and that of verifiers send it on. In a batch, and in the
+        other forms, the client's configuration says it.
         """
-        return self in (Form.search, Form.results)
+        return self in (Form.search, Form.results, Form.nested_many)
 
     @property
     def surfaces(self) -> bool:
@@ -122,20 +123,20 @@ def read_form(route: str, value: Any) -> Form:
 def read_searches(form: Form, value: Any, top_n: int, *, declines_calls: bool = False) -> Searches:
     """The searches of a request; ``top_n`` is the run's. Raises ``InvalidRequest``."""
     asked = value["queries"] if "queries" in value else value["query"]
-    try:
-        _require_top_n(form, value, top_n)
-    except errors.InvalidRequest:
-        if not (declines_calls and form.of_a_call):
-            raise
-        declined = Query(_query(asked).text, QueryProblem.invalid_call)
-        return Searches(form, (declined,), top_n, _flag(value, "return_score"))
     if not form.many:
         asked = [asked]
     elif type(asked) is not list:
         raise errors.INVALID_SEARCH_REQUEST("A batch must be a list of queries.")
     if len(asked) > QUERIES_MAX:
         raise errors.INVALID_SEARCH_REQUEST(f"A request holds {QUERIES_MAX} queries at most.")
-    return Searches(form, tuple(map(_query, asked)), top_n, _flag(value, "return_score"))
+    queries = tuple(map(_query, asked))
+    try:
+        _require_top_n(form, value, top_n)
+    except errors.InvalidRequest:
+        if not (declines_calls and form.of_a_call and len(queries) == 1):
+            raise
+        queries = (Query(queries[0].text, QueryProblem.invalid_call),)
+    return Searches(form, queries, top_n, _flag(value, "return_score"))
 
 
 def _require_keys(value: dict[str, Any], required: set[str], allowed: set[str]) -> None:

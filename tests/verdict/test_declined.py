@@ -142,6 +142,14 @@ async def test_a_number_that_the_policy_chose(tmp_path: Path, top_k: Any) -> Non
         assert health["retrieval_attempts"] == 1
 
 
+async def test_the_environment_of_verifiers_is_told_in_its_form(tmp_path: Path) -> None:
+    """Its search tool lets the policy say ``topk``: it joins no passage, as for a bad query."""
+    async with served(tmp_path / "run", **ROUTES, **DECLINE) as run:
+        body = json.dumps({"queries": ["Ada"], "topk": 8, "return_scores": True}).encode()
+        assert await run.post(body, path="/retrieve") == (200, {"result": [[]]})
+        assert (await run.health(settle=2))[1]["declined"] == {"invalid_call": 1}
+
+
 async def test_the_unmodified_environment_is_told_in_its_form(tmp_path: Path) -> None:
     """It joins the contents it is given, and what it is given says what it says by itself."""
     async with served(tmp_path / "run", **ROUTES, **DECLINE) as run:
@@ -158,7 +166,8 @@ async def test_the_unmodified_environment_is_told_in_its_form(tmp_path: Path) ->
     ("path", "value"),
     [
         ("/batch_search", {"query": ["Ada"], "top_n": 10}),
-        ("/retrieve", {"queries": ["Ada"], "topk": 10, "return_scores": True}),
+        ("/retrieve", {"queries": ["Ada", "Bob"], "topk": 10, "return_scores": True}),
+        ("/retrieve", {"queries": ["Ada"], "topk": 10}),
         ("/retrieve", {"query": "Ada", "topk": 10}),
         ("/retrieve", {"query": "Ada", "top_k": 3, "more": 1}),
         ("/search", {"query": "Ada", "top_n": 5, "more": 1}),
