@@ -20,6 +20,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval.flashrag.provider import PASSING, FlashragProvider
 from smartsearch_sidecar.run.state import MAX_NEW_TOKENS
+from smartsearch_sidecar.scoring import helper_calls
 from tests.fakes.helper import FakeHelper
 from tests.fakes.retriever import FakeRetriever
 from tests.fakes.rewarded import Rewarded, rewarded
@@ -105,12 +106,10 @@ async def test_one_blip_of_a_whole_call_loses_no_search_of_it(tmp_path: Path) ->
         ({"retrieval__retries": 1}, 2),
         ({"retrieval__retries": 0}, 1),
         ({"profile": "reference"}, 1),
-        ({"execute__deadline_seconds": 0.2}, 1),
-        ({"execute__deadline_seconds": 1.0}, 2),
     ],
 )
 async def test_the_tries_have_a_bound(tmp_path: Path, keys: dict[str, Any], calls: int) -> None:
-    """A retriever that stays overloaded ends the run by name, in time, and after so many calls."""
+    """A retriever that stays overloaded ends the run by name, after so many calls."""
     async with behind(tmp_path / "run", **keys) as (run, retriever):
         retriever.failure = "503"
         status, value = await run.execute("Ada")
@@ -247,7 +246,6 @@ async def test_one_refusal_of_the_helper_is_asked_again(
         ({"reward__helper__retries": 1}, "busy_503", 2),
         ({"reward__helper__retries": 0}, "busy_503", 1),
         ({"profile": "reference"}, "busy_503", 1),
-        ({"reward__deadline_seconds": 0.4}, "busy_429", 1),
         ({}, "error_500", 1),
         ({}, "empty", 1),
         ({}, "reset", 1),
@@ -256,7 +254,7 @@ async def test_one_refusal_of_the_helper_is_asked_again(
 async def test_the_helper_is_asked_no_further(
     tmp_path: Path, helper: FakeHelper, keys: dict[str, Any], failure: str, calls: int
 ) -> None:
-    """Past the bound, past the deadline, or after it may have worked, the failure ends the run."""
+    """Past the bound, or after it may have worked, the failure ends the run."""
     helper.failure = failure
     async with rewarded(tmp_path, helper=helper, **keys) as scored:
         status, _ = await scored.reward(await scored.rollout("Ada"))
@@ -268,6 +266,19 @@ async def test_the_helper_is_asked_no_further(
         )
         assert health["cause"]["cause"] == expected
         assert usage(health)[0] == calls
+
+
+async def test_no_pause_goes_past_the_deadline(
+    tmp_path: Path, helper: FakeHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is the failure at once where the next try could not be in time."""
+    monkeypatch.setattr(helper_calls, "REFUSED_PAUSE_SECONDS", (60.0, 60.0))
+    helper.failure = "busy_429"
+    async with rewarded(tmp_path, helper=helper, reward__deadline_seconds=30.0) as scored:
+        assert (await scored.reward(await scored.rollout("Ada")))[0] == 502
+        assert len(helper.calls) == 1
+        _, health = await scored.run.health()
+        assert health["cause"]["cause"] == "helper_status"
 
 
 @pytest.mark.parametrize("failure", ["empty", "blank"])
