@@ -137,7 +137,9 @@ class ProviderFault(RetrievalError):
 
 
 class ProviderTransport(ProviderFault):
-    """The provider was not reached, or the exchange broke: only this kind may be retried."""
+    """The provider was not reached, the exchange broke, or it said that it cannot answer just now:
+    only this kind may be retried.
+    """
 
 
 class LedgerFailed(SidecarError):
@@ -165,13 +167,20 @@ class HelperFault(SidecarError):
 
     ``usage`` is ``(input_tokens, output_tokens)`` where the failed exchange was measured all the
     same: a wrong, empty or over-long answer was paid for. ``None``: the cost is not known.
+    ``refused``: it said that it would not begin, so the same may be asked again.
     """
 
     def __init__(
-        self, failure: Failure[Any], message: str, *, usage: tuple[int, int] | None = None
+        self,
+        failure: Failure[Any],
+        message: str,
+        *,
+        usage: tuple[int, int] | None = None,
+        refused: bool = False,
     ) -> None:
         super().__init__(failure, message)
         self.usage: Final = usage
+        self.refused: Final = refused
 
 
 class HelperUnreachable(HelperFault):

@@ -29,7 +29,9 @@ BATCH_RECORDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.
 ROLLOUT_SEARCHES: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0)
 
 RECENT_REQUESTS: Final = 50
-USUAL: Final = frozenset({"miss", "shared", "hit", "declined"})  # outcomes that are no failure
+USUAL: Final = frozenset(
+    {"miss", "shared", "hit", "declined", "repeated"}
+)  # outcomes that are no failure
 RECENT_CHECKPOINTS: Final = 20
 # Routes that say nothing of a trainer: a stranger, an orchestrator, the operator and Prometheus.
 LOOKED_ONLY: Final = frozenset(
@@ -69,15 +71,18 @@ TABLE: Final = (
     _row("search_attempts_total", "counter", "Searches admitted; each counts against the quota."),
     _row("searches_total", "counter", "Searches settled.", "outcome"),
     _row("searches_under_way", "gauge", "Searches admitted and not settled."),
+    _row("search_retries_total", "counter", "Further calls that answered searches took."),
     _row("search_seconds", "histogram", "Time of a search that was no cache hit."),
     _row("search_cache_total", "counter", "Answers by cost: miss, shared, hit.", "outcome"),
     _row("search_cache_bytes", "gauge", "Bytes of answers held in the cache."),
-    _row("declined_total", "counter", "Queries answered `invalid query`.", "reason"),
+    _row("declined_total", "counter", "Queries and calls that were declined.", "reason"),
     _row("declined_share", "gauge", "Declined queries as a share of declined and admitted ones."),
-    _row("passages_dropped_total", "counter", "Passages left out for a protocol tag."),
+    _row("passages_dropped_total", "counter", "Passages left out: a tag, blank, a second time."),
     _row("answers_emptied_total", "counter", "Answers that lost every passage to a tag."),
     _row("answers_emptied_share", "gauge", "Of the last 200 searches that repeated no other."),
     _row("answers_lost_total", "counter", "Answers whose client had gone."),
+    _row("answers_repeated_total", "counter", "Lost answers whose client asked again."),
+    _row("answers_awaited", "gauge", "Lost answers whose client is to ask again."),
     # --- rewards
     _row("score_attempts_total", "counter", "Rollouts admitted for a score.", "split"),
     _row("scores_total", "counter", "Rollouts scored.", "split"),
@@ -86,7 +91,12 @@ TABLE: Final = (
     _row("score_seconds", "histogram", "Admission of a rollout to its reward."),
     _row("rollout_searches", "histogram", "Answered searches in each scored rollout."),
     _row("result_blocks_total", "counter", "Result blocks of rollouts.", "kind"),
-    _row("verdicts_total", "counter", "Helper verdicts; `other` is neither 0 nor 1.", "verdict"),
+    _row(
+        "verdicts_total",
+        "counter",
+        "Helper verdicts; `other` and `empty` are neither 0 nor 1.",
+        "verdict",
+    ),
     _row("verdicts_unparsed_share", "gauge", "Verdicts not understood, of the last 200."),
     # --- the helper
     _row("helper_calls_total", "counter", "Helper calls recorded and sent.", "split"),
@@ -242,6 +252,9 @@ class Observer:
     def _lost(self, record: kinds.DeliveryLost) -> None:
         self._settled(record.number, None, "response_undelivered")
 
+    def _repeated(self, record: kinds.DeliveryRepeated) -> None:
+        self._settled(record.number, None, "repeated")
+
     def _score_requested(self, record: kinds.RewardRequested) -> None:
         self._scores[record.split, record.number] = time.monotonic()
         if record.judged_blocks is not None:
@@ -278,6 +291,7 @@ class Observer:
         kinds.RetrievalFailed: _failed,
         kinds.RetrievalDeclined: _declined,
         kinds.DeliveryLost: _lost,
+        kinds.DeliveryRepeated: _repeated,
         kinds.RewardRequested: _score_requested,
         kinds.RewardAnswered: _score_answered,
         kinds.RewardFailed: _score_failed,

@@ -235,7 +235,7 @@ def test_observer_keeps_a_fixed_amount() -> None:
 def test_observer_takes_every_kind(kind: str) -> None:
     """A settlement whose beginning was before a restart is counted without a fault."""
     words = "cause code detail split key text model state reason ending solution_str prompt_sha256"
-    counts = "took_us step score of occurrence max_calls seed prompt_bytes input_tokens"
+    counts = "took_us step score of loss occurrence max_calls seed prompt_bytes input_tokens"
     data: dict[str, Any] = {
         **dict.fromkeys([*words.split(), "finish_reason", "stage", "claim_sha256"], "x"),
         **dict.fromkeys([*counts.split(), "output_tokens", "torn_bytes"], 1),

@@ -269,8 +269,12 @@ class ExecuteSection(Section):
     """A larger body is refused unread: a dataset's own `env` source and a long query fit."""
     on_invalid_query: Literal["decline", "latch"] = preset("decline", "latch")
     """An invalid query of the policy: answer `invalid query` and record it, or close the latch."""
-    on_undelivered: Literal["latch", "record"] = preset("latch", "latch")
-    """A client that left before its answer: its rollout then holds a timeout, not an answer."""
+    on_invalid_call: Literal["latch", "decline"] = "latch"
+    """A call of another tool, or with other arguments: close the latch; or answer `invalid call`
+    and record it, where the policy writes the whole call (ReCall, rLLM)."""
+    on_undelivered: Literal["latch", "record", "replay"] = preset("latch", "latch")
+    """A client that left before its answer: its rollout then holds a timeout. `replay` gives the
+    answer to the same request within the deadline, and latches without it; `record` never does."""
     routes: Routes = ("execute",)
     """Served under the execute capability; `search` and `retrieve` are for other trainers."""
     retrieve_topk: int = whole(3, 1, 50, "passages")
@@ -307,12 +311,13 @@ class RetrievalSection(Section):
     provider: ProviderName = "bm25"
     """The backend."""
     retries: int = whole(Preset(2, 0), 0, 10, "tries")
-    """More tries after a transport fault, 0.25 s, 1 s, then 2 s apart, within the deadline; asking
-    again costs nothing and gives the same answer."""
+    """More tries after a transport fault, or a status of 429, 500, 502, 503 or 504: 0.25 s, 1 s,
+    then 2 s apart, within the deadline; asking again costs nothing and gives the same answer."""
     cache_mib: int = whole(Preset(64, 0), 0, 65536, "MiB")
     """Answers kept for repeated searches; 0 also ends the sharing of identical ones in flight."""
     on_protocol_tag: Literal["drop", "latch"] = preset("drop", "latch")
-    """A passage with a protocol tag: it would end or forge a turn of the rollout."""
+    """A passage with a protocol tag: it would end or forge a turn of the rollout. `drop` leaves it
+    out and records it, and so a blank one, or one that comes a second time in an answer."""
     emptied_share_max: float = _declared(
         Preset(0.1, 1.0), "a number from 0 to 1 (share)", ge=0, le=1
     )
@@ -359,6 +364,12 @@ class HelperSection(Section):
     """One call: 2048 tokens at a busy helper. A late answer fails the score."""
     concurrency: int = whole(64, 1, 4096, "calls")
     """Sent to the helper at once; a larger number only queues there."""
+    retries: int = whole(Preset(2, 0), 0, 10, "tries")
+    """More calls where it refuses one before it works (429, 503), after 0.5 s, then 2 s apart,
+    within the deadline. Each counts in the quota; a refused one's reservation stays."""
+    on_empty: Literal["latch", "score"] = "latch"
+    """A completion without text: close the latch; or do as the pinned scorer, which counts its
+    round as correct, and record the verdict as `empty` (it adds to `unparsed_share_max`)."""
 
 
 class RewardSection(QuotasSection):

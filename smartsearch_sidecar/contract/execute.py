@@ -2,7 +2,9 @@
 
 Two kinds of fault are kept apart. A request that only a wrong program sends is refused here, with
 ``InvalidRequest``. A well-formed call whose only fault is its query is the policy's own doing: it
-comes back with ``problem`` set, and the profile (which this module does not know) decides.
+comes back with ``problem`` set, and the profile (which this module does not know) decides. Where
+the policy writes the whole call, as ReCall's does, any other call is its doing as well
+(``declines_calls``).
 
 The call is a literal ``wikipedia_search(query=<str>, top_n=5)``, never run. What the rollout writes
 (a ``repr()`` of the policy's text) is read by one regular expression; any other spelling Python
@@ -35,10 +37,12 @@ QUERY_BYTES_MAX: Final = 4_096
 """Bytes of UTF-8 in ``query``."""
 DECLINED_RESULT: Final = "invalid query"
 """What a declined query is answered with: the text the unmodified environment gives."""
+DECLINED_CALL_RESULT: Final = "invalid call"
+"""What a declined call is answered with."""
 
 
 class QueryProblem(enum.StrEnum):
-    """Why a well-formed call's query cannot be searched: the first of these that holds."""
+    """Why what the policy wrote cannot be searched: the first of these that holds."""
 
     call_too_long = enum.auto()
     empty = enum.auto()
@@ -47,23 +51,29 @@ class QueryProblem(enum.StrEnum):
     protocol_tag = enum.auto()
     not_text = enum.auto()
     """Another JSON value in a query's place; only the routes of other trainers can hold one."""
+    invalid_call = enum.auto()
+    """No call of the one tool with its two arguments; a problem only where calls are declined."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecuteRules:
-    """Which environments a run accepts: one by name, others by ``environment_digest`` (64 hex)."""
+    """Which environments a run accepts: one by name, others by ``environment_digest`` (64 hex).
+    ``declines_calls`` makes a problem of a call that is refused otherwise.
+    """
 
     environment: str
     accepted_environment_sha256: frozenset[str]
+    declines_calls: bool = False
 
 
 class ExecuteCall(NamedTuple):
-    """One well-formed call. Every text in it has a UTF-8 form, so every one can be recorded."""
+    """What was asked. Every text in it has a UTF-8 form, so every one can be recorded."""
 
     env: str
     call: str
+    """Verbatim; of an invalid one what has no UTF-8 form is spelled out."""
     query: str
-    """Not stripped; empty where ``problem`` is ``not_encodable``, or an over-long call is so."""
+    """Not stripped; empty where it has no UTF-8 form, and of an invalid call."""
     problem: QueryProblem | None
 
 
@@ -224,6 +234,17 @@ def parse_execute(body: bytes, rules: ExecuteRules) -> ExecuteCall:
     if type(call) is not str:
         raise errors.INVALID_NATIVE_REQUEST("call must be a string.")
     try:
+        return _read_call(env, call)
+    except errors.InvalidRequest:
+        if not rules.declines_calls:
+            raise
+    spelled = call.encode("utf-8", "backslashreplace").decode()
+    return ExecuteCall(env, spelled, "", QueryProblem.invalid_call)
+
+
+def _read_call(env: str, call: str) -> ExecuteCall:
+    """A well-formed call. Raises ``InvalidRequest`` for what is wrong with any other one."""
+    try:
         call_bytes = len(call.encode())
     except UnicodeEncodeError:
         raise errors.INVALID_JSON("call has no UTF-8 form.") from None
@@ -262,6 +283,11 @@ def reference_refusal(problem: QueryProblem) -> errors.Failure[errors.InvalidReq
     if problem is QueryProblem.not_encodable:
         return errors.INVALID_JSON
     return errors.INVALID_NATIVE_REQUEST
+
+
+def declined_result(problem: str) -> str:
+    """What a rollout is told where ``problem`` is declined; constant, so that it can be judged."""
+    return DECLINED_CALL_RESULT if problem == QueryProblem.invalid_call else DECLINED_RESULT
 
 
 def render_execute(result: str) -> bytes:

@@ -11,7 +11,8 @@ each makes of an error::
 
 The number of passages is the run's, not the client's: another one is refused. A query that cannot
 be searched is the policy's own doing, also where it is no text at all (a tool call is JSON, and the
-policy writes it): it comes back with ``problem`` set, as from ``contract.parse_execute``.
+policy writes it): it comes back with ``problem`` set, as from ``contract.parse_execute``. So does
+another number where the policy's own call is what is sent on (``Form.of_a_call``), if told so.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Final
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import DECLINED_RESULT, QueryProblem, query_problem
+from smartsearch_sidecar.contract.execute import QueryProblem, declined_result, query_problem
 from smartsearch_sidecar.contract.json import compact
 
 QUERIES_MAX: Final = 4_096
@@ -61,6 +62,14 @@ class Form(enum.StrEnum):
     @property
     def many(self) -> bool:
         return self in (Form.batch_search, Form.nested_many, Form.flat_many)
+
+    @property
+    def of_a_call(self) -> bool:
+        """Whether the number of passages of one search may be an argument of the policy's own call:
+        rLLM, the unmodified environment and that of verifiers send it on. In a batch, and in the
+        other forms, the client's configuration says it.
+        """
+        return self in (Form.search, Form.results, Form.nested_many)
 
     @property
     def surfaces(self) -> bool:
@@ -111,9 +120,8 @@ def read_form(route: str, value: Any) -> Form:
     return Form.nested_one if _flag(value, "return_scores") else Form.flat_one
 
 
-def read_searches(form: Form, value: Any, top_n: int) -> Searches:
+def read_searches(form: Form, value: Any, top_n: int, *, declines_calls: bool = False) -> Searches:
     """The searches of a request; ``top_n`` is the run's. Raises ``InvalidRequest``."""
-    _require_top_n(form, value, top_n)
     asked = value["queries"] if "queries" in value else value["query"]
     if not form.many:
         asked = [asked]
@@ -121,7 +129,14 @@ def read_searches(form: Form, value: Any, top_n: int) -> Searches:
         raise errors.INVALID_SEARCH_REQUEST("A batch must be a list of queries.")
     if len(asked) > QUERIES_MAX:
         raise errors.INVALID_SEARCH_REQUEST(f"A request holds {QUERIES_MAX} queries at most.")
-    return Searches(form, tuple(map(_query, asked)), top_n, _flag(value, "return_score"))
+    queries = tuple(map(_query, asked))
+    try:
+        _require_top_n(form, value, top_n)
+    except errors.InvalidRequest:
+        if not (declines_calls and form.of_a_call and len(queries) == 1):
+            raise
+        queries = (Query(queries[0].text, QueryProblem.invalid_call),)
+    return Searches(form, queries, top_n, _flag(value, "return_score"))
 
 
 def _require_keys(value: dict[str, Any], required: set[str], allowed: set[str]) -> None:
@@ -184,7 +199,7 @@ def render_scores(documents: Documents) -> bytes:
     return compact([one["score"] for one in documents])
 
 
-def render_declined(form: Form) -> bytes:
+def render_declined(form: Form, problem: QueryProblem) -> bytes:
     """A declined query's part of an answer, as each client's own environment would put it.
 
     The unmodified environment answers ``invalid query`` to an empty one, and joins the contents of
@@ -192,7 +207,8 @@ def render_declined(form: Form) -> bytes:
     own for nothing having been found.
     """
     if form in (Form.search, Form.batch_search):
-        return compact([{"id": "invalid-query", "contents": DECLINED_RESULT}])
+        told = declined_result(problem)
+        return compact([{"id": told.replace(" ", "-"), "contents": told}])
     return b"[]"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -116,7 +117,11 @@ async def _check_retriever(
         if config.retrieval.provider == "flashrag":
             findings.append(_canaries(config))
         findings.append(await _known(guard, config, options))
-        return findings, await _measured(guard, config)
+        left_out: Counter[str] = Counter()
+        search_bytes = await _measured(guard, config, left_out)
+        if left_out:
+            findings.append(_left_out(left_out))
+        return findings, search_bytes
     except errors.SidecarError as exc:
         return [*findings, error("search", exc.message)], SEARCH_BYTES
     finally:
@@ -190,8 +195,19 @@ def _answered(question: str, documents: list[dict[str, str]], passage: str | Non
     )
 
 
-async def _measured(guard: Guard, config: Config) -> int:
-    """The mean bytes of the records of one search, as the ledger would write them."""
+def _left_out(reasons: Counter[str]) -> Finding:
+    told = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    return warning(
+        "passages",
+        f"the run would leave passages out of the answers to plain questions: {told}",
+        "repair the corpus and build the index again: a passage left out is no answer",
+    )
+
+
+async def _measured(guard: Guard, config: Config, left_out: Counter[str]) -> int:
+    """The mean bytes of the records of one search, as the ledger would write them; ``left_out``
+    is told of each dropped passage by its reason.
+    """
     environment = config.execute.environment
     if config.execute.accepted_environment_sha256:
         environment = " " * max(FOREIGN_ENVIRONMENT_BYTES, len(environment))
@@ -199,6 +215,7 @@ async def _measured(guard: Guard, config: Config) -> int:
     size = 0
     for question in MEASURED:
         found = await _search(guard, config, question)
+        left_out.update(item["reason"] for item in found.dropped)
         call = f"wikipedia_search(query={question!r}, top_n={TOP_N})"
         for record in (
             RetrievalRequested(number, NativeCall(environment, call, question)),

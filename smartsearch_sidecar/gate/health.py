@@ -106,7 +106,10 @@ def counts(service: Service) -> dict[str, Any]:
     return {
         **state.usage(),
         "retrieval_identity_sha256": service.retrieval.guard.identity_sha256,
+        "retrieval_retries": state.retries,
         "delivery_lost": state.lost,
+        "delivery_repeated": state.repeated,
+        "delivery_awaited": len(state.awaited),
         "quota": {"retrieval_calls_max": state.max_calls, "retrieval_calls": state.attempts},
         "declined": dict(state.declined_by),
         **rewards,

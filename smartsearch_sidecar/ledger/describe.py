@@ -119,7 +119,7 @@ _TONES: Final[dict[type[Record], Tone]] = {
             *(kinds.RetrievalAnswered, kinds.HelperAnswered, kinds.RewardAnswered),
             *(kinds.RewardReused, kinds.CheckpointAccepted),
         ),
-        Tone.WARN: (kinds.RetrievalDeclined, kinds.CheckpointRefused),
+        Tone.WARN: (kinds.RetrievalDeclined, kinds.DeliveryRepeated, kinds.CheckpointRefused),
         Tone.BAD: (
             *(kinds.RetrievalFailed, kinds.DeliveryLost, kinds.HelperFailed),
             *(kinds.RewardFailed, kinds.LatchClosed),
@@ -184,6 +184,8 @@ def _of_search(record: Record) -> str:
         case kinds.DeliveryLost(others=others):
             more = f"; {len(others):,} more searches of its batch" if others else ""
             return printable(f"the client had gone: {record.stage}{more}")
+        case kinds.DeliveryRepeated():
+            return printable(f"the client of loss {record.loss} asked again")
     return _of_reward(record)
 
 
@@ -254,6 +256,8 @@ def _answered(record: kinds.RetrievalAnswered) -> list[str]:
     parts = [" · ".join(titles) if titles else "no passage"]
     if record.dropped:
         parts.append(f"{len(record.dropped)} dropped" + (", all" if record.emptied else ""))
+    if record.tries:
+        parts.append(f"try {record.tries:,}")
     parts.append(f"{printable(record.cache)}, {record.took_us / 1000:.1f} ms")
     return parts
 

@@ -297,8 +297,11 @@ class Reopened:
             return None
         detail = "the process ended without run.closed: what was asked meanwhile is unknown"
         if cause == UNRESOLVED:
-            what = f"searches {numbers(self.unsettled)}" if self.unsettled else "scores or calls"
-            detail = f"{what} were admitted and not settled when the process ended"
+            detail = "lost answers had not been asked for again when the process ended"
+            if self.unsettled or not self.state.scores.settled:
+                searches = f"searches {numbers(self.unsettled)}" if self.unsettled else ""
+                what = searches or "scores or calls"
+                detail = f"{what} were admitted and not settled when the process ended"
         if cause == UNJUDGED:
             detail = (
                 f"no process served the run since {self.deaf_from}; the resume was not told that "

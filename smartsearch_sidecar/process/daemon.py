@@ -48,6 +48,7 @@ from smartsearch_sidecar.retrieval.provider import (
 from smartsearch_sidecar.run.record import RunClosed
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.service import Scoring
+from smartsearch_sidecar.search.repeats import Repeats
 from smartsearch_sidecar.search.service import Service, ServicePolicy
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.capabilities import Capabilities
@@ -141,6 +142,7 @@ class Daemon:
             deadline_seconds=config.execute.deadline_seconds,
             routes=config.execute.routes,
             retrieve_topk=config.execute.retrieve_topk,
+            declines_calls=config.execute.on_invalid_call == "decline",
             observer=self.observer,
             about={"run": self.files.directory.name, "profile": config.profile},
         )
@@ -322,6 +324,8 @@ class Daemon:
             self._log.error("what answered could not be closed", reason=type(exc).__name__)
         asked = self.observer.asked
         parts.service.stopping = False
+        if parts.service.repeats is not None:
+            parts.service.repeats.end()
         if parts.cluster_run is not None:
             parts.cluster_run.ending(deaf_from if asked or run.state.coverage.heard else None)
         try:
@@ -373,13 +377,20 @@ def _service(
         slots=Slots(execute.slots, execute.waiting_max, waited=waited),
         retrieval=CachedSearch(guard, cache_bytes=config.retrieval.cache_mib * MIB),
         policy=ServicePolicy(
-            rules=ExecuteRules(execute.environment, frozenset(execute.accepted_environment_sha256)),
+            rules=ExecuteRules(
+                execute.environment,
+                frozenset(execute.accepted_environment_sha256),
+                declines_calls=execute.on_invalid_call == "decline",
+            ),
             deadline_seconds=execute.deadline_seconds,
             decline=execute.on_invalid_query == "decline",
-            latch_undelivered=execute.on_undelivered == "latch",
+            latch_undelivered=execute.on_undelivered != "record",
             emptied_share_max=config.retrieval.emptied_share_max,
         ),
         on_answer=on_answer,
+        repeats=Repeats(run, execute.deadline_seconds)
+        if execute.on_undelivered == "replay"
+        else None,
     )
 
 

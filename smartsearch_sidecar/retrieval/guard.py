@@ -15,14 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal
 
 from cachetools import LRUCache
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.passages import Found, found_of, read_passage
+from smartsearch_sidecar.retrieval.passages import (
+    Found,
+    Passage,
+    blank_id,
+    digests_of_normal_forms,
+    found_of,
+    read_passage,
+)
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256
 
@@ -43,9 +50,9 @@ class Guard:
         self, provider: Provider, *, top_n: int, retries: int, drop_tagged: bool, watch_drift: bool
     ) -> None:
         """``top_n`` passages where a search does not say how many; ``retries`` further tries after
-        a transport fault; ``drop_tagged`` leaves passages with protocol tags out, which are
-        ``DocumentInvalid`` otherwise; ``watch_drift`` remembers a digest (16 bytes with its id) per
-        document of a remote provider.
+        a transport fault; ``drop_tagged`` leaves passages out that carry a protocol tag, are blank
+        or come a second time, which are ``DocumentInvalid`` otherwise; ``watch_drift`` remembers a
+        digest (16 bytes with its id) per document of a remote provider.
         """
         self.provider = provider
         self.top_n = top_n
@@ -98,29 +105,33 @@ class Guard:
         here: its caller bounds the wait (``CachedSearch.find``).
         """
         asked = self.top_n if top_n is None else top_n
-        documents = await self._ask(query, deadline, asked)
+        documents, tries = await self._ask(query, deadline, asked)
         await self.check_identity()
         try:
-            return self._found(documents, asked)
+            found = self._found(documents, asked)
+            return found if tries == 1 else found._replace(tries=tries)
         except errors.SidecarError:
             raise
         except Exception as exc:  # a provider's own objects may raise when read: classified here
             said = f"the provider's documents could not be read ({type(exc).__name__})"
             raise errors.DOCUMENT_INVALID(said) from exc
 
-    async def _ask(self, query: str, deadline: float, top_n: int) -> Any:
+    async def _ask(self, query: str, deadline: float, top_n: int) -> tuple[Any, int]:
+        """What the provider answered, unread, and to which try."""
         loop = asyncio.get_running_loop()
         pause = RETRY_SECONDS
-        for tries_left in range(self._retries, -1, -1):
+        for tries in range(1, self._retries + 2):
             began = loop.time()
             try:
-                return await self.provider.search(query, top_n)
-            except errors.ProviderTransport:
+                return await self.provider.search(query, top_n), tries
+            except errors.ProviderTransport as exc:
                 # A try that could not last as long as this one did is not made: of a retriever that
                 # hangs, the deadline would say less than its own fault does.
                 took = loop.time() - began
-                if not tries_left or loop.time() + pause + took >= deadline:
-                    raise
+                if tries > self._retries or loop.time() + pause + took >= deadline:
+                    if tries == 1:
+                        raise
+                    raise exc.failure(f"{exc.message} (try {tries})") from exc
             except errors.SidecarError:
                 raise
             except Exception as exc:  # a provider may raise anything: classified here, once
@@ -138,16 +149,14 @@ class Guard:
             raise errors.DOCUMENT_INVALID(
                 f"the provider answered {len(documents)} documents where {top_n} were asked"
             )
-        passages = [read_passage(item, position) for position, item in enumerate(documents, 1)]
-        if len({passage.id for passage, _ in passages}) != len(passages):
-            raise errors.DOCUMENT_INVALID("the provider answered the same document id twice")
         dropped: list[Mapping[str, str]] = []
+        passages = self._read(documents, dropped)
+        if len({passage.id for passage, _ in passages}) != len(passages):
+            passages = self._each_once(passages, dropped)
         seen = self._seen
         for position, (passage, _) in enumerate(passages, 1):
             if seen is not None and passage.digest != seen.setdefault(passage.key, passage.digest):
-                raise errors.DOCUMENT_DRIFT(
-                    f"document {passage.id[:80]!r} has other contents than earlier in this run"
-                )
+                raise _drift(passage, seen[passage.key])
             if passage.tagged:
                 if not self._drop_tagged:
                     raise errors.DOCUMENT_INVALID(
@@ -157,6 +166,48 @@ class Guard:
         if dropped:
             passages = [pair for pair in passages if not pair[0].tagged]
         return found_of(passages, dropped)
+
+    def _read(
+        self, documents: Any, dropped: list[Mapping[str, str]]
+    ) -> list[tuple[Passage, bytes]]:
+        """Every document as a passage with its score; blank ones are told in ``dropped``. Raises
+        ``DocumentInvalid``.
+        """
+        passages = []
+        for position, item in enumerate(documents, 1):
+            try:
+                passages.append(read_passage(item, position))
+            except errors.RetrievalError:
+                if not self._drop_tagged or (blank := blank_id(item)) is None:
+                    raise
+                dropped.append({"id": blank, "reason": "blank"})
+        return passages
+
+    def _each_once(
+        self, passages: Sequence[tuple[Passage, bytes]], dropped: list[Mapping[str, str]]
+    ) -> list[tuple[Passage, bytes]]:
+        """The first passage of each id; a further one must be the same, and is told in ``dropped``.
+        Raises ``DocumentInvalid``.
+        """
+        kept: dict[str, tuple[Passage, bytes]] = {}
+        for passage, score in passages:
+            if passage.id not in kept:
+                kept[passage.id] = passage, score
+                continue
+            if not self._drop_tagged or kept[passage.id][0].contents != passage.contents:
+                raise errors.DOCUMENT_INVALID("the provider answered the same document id twice")
+            dropped.append({"id": passage.id, "reason": "repeated_id"})
+        return list(kept.values())
+
+
+def _drift(passage: Passage, seen: bytes) -> errors.RetrievalError:
+    """``seen`` is the digest of what the run saw under the passage's id before."""
+    how = ""
+    if seen in digests_of_normal_forms(passage.contents):
+        how = " (another Unicode normal form of the same text)"
+    return errors.DOCUMENT_DRIFT(
+        f"document {passage.id[:80]!r} has other contents than earlier in this run{how}"
+    )
 
 
 class CachedSearch:
@@ -213,8 +264,9 @@ class CachedSearch:
         if self._flights.get(key) is task:
             del self._flights[key]
         if not task.cancelled() and task.exception() is None and self._share:
+            found = task.result()
             with suppress(ValueError):  # an answer larger than the whole cache is not kept
-                self.cache[key] = (key[0], task.result())
+                self.cache[key] = (key[0], found if found.tries == 1 else found._replace(tries=1))
 
     async def close(self) -> None:
         """Cancels the searches still running, which no request awaits, and closes the provider."""

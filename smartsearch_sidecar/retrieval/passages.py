@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.run.json_values import has_utf8_form
 
 TEXT_CHARACTERS_MAX = 8 * 1024 * 1024  # one document field; the reference's bound
 REMEMBERED_PASSAGES = 4096  # a few MB of usual passages
@@ -36,12 +38,14 @@ def carries_tag(contents: str) -> bool:
 class Found(NamedTuple):
     """What one search found, encoded once and recorded as often as it is asked. ``documents_json``
     is the JSON list of ``{"id", "contents", "score"}`` in rank order; ``text`` the contents joined,
-    as a rollout gets them; ``dropped`` names the passages left out, with the reason.
+    as a rollout gets them; ``dropped`` names the passages left out, with the reason; ``tries`` are
+    the calls to the provider that it took.
     """
 
     documents_json: bytes
     text: str
     dropped: tuple[Mapping[str, str], ...]
+    tries: int = 1
 
     @property
     def emptied(self) -> bool:
@@ -121,12 +125,32 @@ def _passage(name: str, contents: str) -> Passage | str:
         json=b'{"id":%s,"contents":%s,"score":' % (name_json, text_json),
         contents=contents,
         tagged=carries_tag(contents),
-        key=hashlib.blake2b(name_json, digest_size=8).digest(),
-        digest=hashlib.blake2b(text_json, digest_size=8).digest(),
+        key=_digest(name_json),
+        digest=_digest(text_json),
     )
 
 
 _remembered: Callable[[str, str], Passage | str] = lru_cache(REMEMBERED_PASSAGES)(_passage)
+
+
+def blank_id(item: Any) -> str | None:
+    """The id of a document whose only fault is that id or contents are blank; else ``None``."""
+    if not isinstance(item, Mapping) or not _FIELDS.issuperset(item):
+        return None
+    name, contents = item.get("id"), item.get("contents")
+    if not (isinstance(name, str) and isinstance(contents, str) and has_utf8_form(name)):
+        return None
+    return name.strip() if not name.strip() or not contents.strip() else None
+
+
+def digests_of_normal_forms(contents: str) -> set[bytes]:
+    """What ``Passage.digest`` is of the same text composed (NFC) and decomposed (NFD)."""
+    forms = (unicodedata.normalize("NFC", contents), unicodedata.normalize("NFD", contents))
+    return {_digest(orjson.dumps(text)) for text in forms}
+
+
+def _digest(text_json: bytes) -> bytes:
+    return hashlib.blake2b(text_json, digest_size=8).digest()
 
 
 def _score(score: Any, position: int) -> bytes:

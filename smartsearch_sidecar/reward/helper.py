@@ -47,6 +47,7 @@ KEEPALIVE_SECONDS: Final = 1.0
 
 _OK = 200
 _NOT_SHOWN = frozenset({404, 405, 501})
+_REFUSED = frozenset({429, 503})  # it has too much to do and did not begin
 
 TEMPERATURE: Final = 0.6
 STOP: Final = ("</answer>",)
@@ -65,7 +66,8 @@ class Usage(NamedTuple):
 class HelperAnswer(NamedTuple):
     """One usable completion.
 
-    ``text`` is what the model wrote, without the stop string; ``finish_reason`` is ``stop`` or
+    ``text`` is what the model wrote, without the stop string, and may be blank where
+    ``reward.helper.on_empty`` lets it; ``finish_reason`` is ``stop`` or
     ``length``; ``model`` is the name the answer carries (``completions``) or the declared one
     (``sglang``, whose answers carry none); ``weight_version`` is SGLang's, where it says so.
     """
@@ -205,6 +207,7 @@ class HelperClient:
         self.model = str(section.model)
         self.timeout_seconds = section.timeout_seconds
         self._model_sha256 = section.model_sha256
+        self._empty_fails = section.on_empty == "latch"
         self._protocol = PROTOCOLS[section.kind]
         self._base = base_of(str(section.url), self._protocol.path)
         self.place = urlsplit(self._base).netloc  # host and port, for messages
@@ -215,6 +218,7 @@ class HelperClient:
             connect_seconds=CONNECT_SECONDS,
         )
         self._shown: Mapping[str, str] | None = None
+        self._weights: str | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -241,8 +245,15 @@ class HelperClient:
         if status != _OK:
             raise self._refused(status)
         answer = self._protocol.answer(raw, self.model)
-        weights = (self._shown or {}).get("weight_version")
-        if weights is not None and answer.weight_version not in {None, weights}:
+        if not answer.text.strip() and self._empty_fails:
+            raise errors.HELPER_EMPTY(
+                "the helper's text is empty, and an empty verdict would count as a correct round",
+                usage=answer.usage,
+            )
+        shown, answered = (self._shown or {}).get("weight_version"), answer.weight_version
+        # Where the server's own information names none, the first answer's are those of the run.
+        self._weights = self._weights or shown or answered
+        if answered not in {None, self._weights}:
             raise errors.HELPER_IDENTITY(
                 f"the helper at {self.place} was given other weights while the run goes on: "
                 "start a new run with the weights it is to be judged by",
@@ -300,7 +311,8 @@ class HelperClient:
         return errors.HELPER_STATUS(
             f"the helper at {self.place} answered {status} instead of 200: see its log "
             "(404: wrong reward.helper.kind, url or model; 400 or 500 from an SGLang that does not "
-            "know sampling_seed: upgrade it, or use kind = completions)"
+            "know sampling_seed: upgrade it, or use kind = completions)",
+            refused=status in _REFUSED,
         )
 
     async def _exchange(
@@ -394,11 +406,6 @@ def _judge(
         raise errors.HELPER_OVERLONG(
             f"the helper wrote {usage.output_tokens} tokens where {MAX_NEW_TOKENS} were allowed: "
             "what answers there does not keep to the limit it is given",
-            usage=usage,
-        )
-    if not text.strip():
-        raise errors.HELPER_EMPTY(
-            "the helper's text is empty, and an empty verdict would count as a correct round",
             usage=usage,
         )
     return HelperAnswer(text, usage, finish, model, weight_version)

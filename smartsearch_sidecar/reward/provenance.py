@@ -28,7 +28,12 @@ from typing import Final, NamedTuple
 from zlib import crc32
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.contract.execute import DECLINED_RESULT, QUERY_BYTES_MAX, query_problem
+from smartsearch_sidecar.contract.execute import (
+    DECLINED_CALL_RESULT,
+    DECLINED_RESULT,
+    QUERY_BYTES_MAX,
+    query_problem,
+)
 
 THINK: Final = "<think>"
 THINKS_OF_THE_PROMPT: Final = 3  # the fourth ends the generation prompt: no policy can omit it
@@ -38,6 +43,9 @@ SEARCH_START: Final = "<search>"
 SEARCH_END: Final = "</search>"
 RESULT_START: Final = "<result>"
 RESULT_END: Final = "</result>"
+
+DECLINED_CALL: Final = ""
+"""A declined call holds no query that could be read: its answer is held under this one."""
 
 QUERY_BYTES: Final = 8
 WHOLE_BYTES: Final = 8
@@ -122,6 +130,8 @@ class AnswerDigests:
         text = block.removeprefix(RESULT_START)
         if text == f"{_HEAD}{DECLINED_RESULT}{_TAIL}" and _is_declined(query):
             return True
+        if text == f"{_HEAD}{DECLINED_CALL_RESULT}{_TAIL}":
+            query = DECLINED_CALL
         key = _query_digest(query) + _block_digest(text)[:WHOLE_BYTES]
         return next(self._held(key), None) is not None
 
@@ -129,6 +139,11 @@ class AnswerDigests:
         """Whether a block that was cut begins as an answer of this run to the query does."""
         text = _uncut(block.removeprefix(RESULT_START))
         if f"{_HEAD}{DECLINED_RESULT}{_TAIL}".startswith(text) and _is_declined(query):
+            return True
+        declined_call = block_of(DECLINED_CALL_RESULT)
+        if declined_call.removeprefix(RESULT_START).startswith(text) and self.has(
+            "", declined_call
+        ):
             return True
         if not _HEAD.startswith(text[: len(_HEAD)]):
             return _TAIL.startswith(text) and self.has(query, RESULT_START + _TAIL)

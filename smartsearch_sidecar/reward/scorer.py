@@ -103,10 +103,12 @@ class Scorer:
         """
         return _reward(self._run(lambda prompt: ask(prompt) + STOP, solution_str, ground_truth))
 
-    def verdict(self, text: str) -> Literal["0", "1", "other"]:
+    def verdict(self, text: str) -> Literal["0", "1", "other", "empty"]:
         """What the scorer reads in one helper text (without the stop string). It silently takes
-        ``other`` for correct.
+        ``other`` and ``empty`` for correct.
         """
+        if not text.strip():
+            return "empty"
         functions = self._functions(lambda _prompt: text + STOP)
         found = self._call(functions[EXTRACTION], "")
         return "0" if found == "0" else "1" if found == "1" else "other"

@@ -217,7 +217,8 @@ class RetrievalAnswered(Record, kind="retrieval.answered"):
     ``documents_json`` is the JSON list of ``{"id", "contents", "score"}``, recorded as
     ``documents`` before all else; ``None`` where a line was read without them. ``cache`` is
     ``miss``, ``shared`` or ``hit``; ``took_us`` are microseconds; ``dropped`` names the passages
-    left out, with the reason; ``emptied`` is true where no passage was left.
+    left out, with the reason; ``emptied`` is true where no passage was left; ``tries`` are the
+    calls to the provider, where it took more than one.
     """
 
     number: int
@@ -226,6 +227,7 @@ class RetrievalAnswered(Record, kind="retrieval.answered"):
     took_us: int
     dropped: tuple[Mapping[str, str], ...] | None = None
     emptied: bool | None = None
+    tries: int | None = None
 
     def to_json(self) -> bytes:
         # The documents are spliced in unread: a cached search's are encoded once, recorded often.
@@ -247,13 +249,22 @@ class RetrievalAnswered(Record, kind="retrieval.answered"):
             data["dropped"] = self.dropped
         if self.emptied is not None:
             data["emptied"] = self.emptied
+        if self.tries is not None:
+            data["tries"] = self.tries
         return data
 
     @classmethod
     def values_of(cls, data: Mapping[str, Any]) -> list[Any]:
         found = orjson.dumps(data["documents"]) if "documents" in data else None
         dropped = tuple(data["dropped"]) if "dropped" in data else None
-        return [found, data["cache"], data["took_us"], dropped, data.get("emptied")]
+        return [
+            found,
+            data["cache"],
+            data["took_us"],
+            dropped,
+            data.get("emptied"),
+            data.get("tries"),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +295,24 @@ class RetrievalDeclined(Record, kind="retrieval.declined"):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryLost(Record, kind="delivery.lost"):
-    """The client was gone before the answer to search ``number``, and ``others`` of its batch."""
+    """The client was gone before the answer to search ``number``, and ``others`` of its batch.
+    ``awaits_repeat``: the run is not settled until ``delivery.repeated`` names this loss.
+    """
 
     number: int | None
     stage: str
     others: tuple[int, ...] | None = None
+    awaits_repeat: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryRepeated(Record, kind="delivery.repeated"):
+    """The client of the ``loss``-th ``delivery.lost`` asked again, and is handed the answer to
+    search ``number`` now: that of the lost request, or of a search of its own where that had none.
+    """
+
+    number: int | None
+    loss: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +470,7 @@ def record_of(kind: str, number: int | None, data: Mapping[str, Any]) -> Record:
             f"a record of the unknown kind {kind!r:.80} was written by a newer version"
         )
     numbered = shape.__match_args__[:1] == ("number",)  # type: ignore[attr-defined]
-    if numbered and number is None and shape is not DeliveryLost:
+    if numbered and number is None and shape not in (DeliveryLost, DeliveryRepeated):
         raise errors.LEDGER_CORRUPT(f"a {kind} record has no number")
     try:
         values = shape.values_of(data)

@@ -107,8 +107,9 @@ class Scores:
 class RunState:
     """The fold of a run's records. Equal histories give equal states.
 
-    ``searching`` holds the numbers of searches admitted and not yet settled; a run with any of them
-    is pending, and a restart that finds any closes the latch.
+    ``searching`` holds the numbers of searches admitted and not yet settled, ``awaited`` those of
+    lost answers (the first is 1) whose client is to ask again; a run with any of them is pending,
+    and a restart that finds any closes the latch.
     """
 
     max_calls: int = 0
@@ -118,10 +119,13 @@ class RunState:
     failed: int = 0
     declined: int = 0
     lost: int = 0
+    repeated: int = 0
+    awaited: set[int] = field(default_factory=set)
     searching: set[int] = field(default_factory=set)
     cache: Counter[str] = field(default_factory=Counter)
     dropped_passages: int = 0
     emptied: Emptied = field(default_factory=Emptied)
+    retries: int = 0
     declined_by: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     closed_cleanly: bool = False
@@ -139,7 +143,7 @@ class RunState:
     @property
     def settled(self) -> bool:
         """Nothing admitted is without its settlement."""
-        return not self.searching and self.scores.settled
+        return not self.searching and not self.awaited and self.scores.settled
 
     @property
     def searches(self) -> int:
@@ -245,6 +249,7 @@ class RunState:
         self.cache[record.cache] += 1
         self.dropped_passages += len(record.dropped or ())
         self.emptied.add(emptied=record.emptied is True, repeated=record.cache != "miss")
+        self.retries += (record.tries or 1) - 1
 
     def _failed(self, record: kinds.RetrievalFailed) -> None:
         settle(self.searching, record.number, "search")
@@ -259,11 +264,20 @@ class RunState:
         self.declined = record.number
         self.declined_by[record.reason] += 1
 
-    def _lost(self, record: kinds.DeliveryLost) -> None:
-        if record.number is not None and not 0 < record.number <= self.attempts:
-            number = record.number
+    def _require_asked(self, number: int | None) -> None:
+        if number is not None and not 0 < number <= self.attempts:
             raise errors.LEDGER_CORRUPT(f"an answer to search {number} was never to be given")
+
+    def _lost(self, record: kinds.DeliveryLost) -> None:
+        self._require_asked(record.number)
         self.lost += 1
+        if record.awaits_repeat:
+            self.awaited.add(self.lost)
+
+    def _repeated(self, record: kinds.DeliveryRepeated) -> None:
+        self._require_asked(record.number)
+        settle(self.awaited, record.loss, "lost answer")
+        self.repeated += 1
 
     def _score_requested(self, record: kinds.RewardRequested) -> None:
         self._require_open(record)
@@ -282,7 +296,7 @@ class RunState:
         scores.given.setdefault(key, Score(record.split, record.number, float(record.reward)))
         for verdict in record.verdicts:
             scores.verdicts[verdict] += 1
-            scores.window.append(verdict == "other")
+            scores.window.append(verdict in ("other", "empty"))
 
     def _score_failed(self, record: kinds.RewardFailed) -> None:
         self.scores.meter(record.split).on_score_failed(record.number)
@@ -343,6 +357,7 @@ class RunState:
         kinds.RetrievalFailed: _failed,
         kinds.RetrievalDeclined: _declined,
         kinds.DeliveryLost: _lost,
+        kinds.DeliveryRepeated: _repeated,
         kinds.RewardRequested: _score_requested,
         kinds.RewardAnswered: _score_answered,
         kinds.RewardFailed: _score_failed,

@@ -20,16 +20,18 @@ import structlog
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.contract.execute import QueryProblem, declined_result
 from smartsearch_sidecar.ledger.recorded_queries import RecordedRun
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.helper import HelperClient
-from smartsearch_sidecar.reward.provenance import AnswerDigests
+from smartsearch_sidecar.reward.provenance import DECLINED_CALL, AnswerDigests
 from smartsearch_sidecar.reward.references import References
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.reward.source import VerifiedSource, verify_checkout, verify_file
 from smartsearch_sidecar.run.record import (
     ClientQuery,
     RetrievalAnswered,
+    RetrievalDeclined,
     RetrievalFailed,
     RetrievalRequested,
 )
@@ -67,7 +69,10 @@ class Rewards:
         waited = run.observer.waited["reward"].observe
         binding = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
         dispatch = HelperDispatch(
-            self.helper, concurrency=section.helper.concurrency, seed=section.seed
+            self.helper,
+            concurrency=section.helper.concurrency,
+            seed=section.seed,
+            retries=section.helper.retries,
         )
         return Scoring(
             run=run,
@@ -132,7 +137,7 @@ async def open_rewards(config: Config) -> Rewards:
         "helper": dict(identity),
         "seed": section.seed,
     }
-    answers = AnswerDigests(config.execute.max_calls)
+    answers = AnswerDigests(config.execute.max_calls + 1)  # and one for what is declined
     return Rewards(config, source, scorer, references, helper, facts, answers)
 
 
@@ -173,3 +178,5 @@ def recorded_answers(directory: Path) -> Iterator[tuple[str, str]]:
             documents = record.documents()
             query = asked.pop(record.number)
             yield query, "\n\n".join(document["contents"] for document in documents)
+        elif isinstance(record, RetrievalDeclined) and record.reason == QueryProblem.invalid_call:
+            yield DECLINED_CALL, declined_result(record.reason)

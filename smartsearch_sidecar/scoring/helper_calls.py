@@ -13,6 +13,10 @@ The first failure of a batch stops every call not yet sent, lets those already s
 then raised. Cancelling the caller, and the deadline, do the same. When ``ask_all`` returns or
 raises, every number that ``before`` gave out was handed to ``after`` once.
 
+A call that the helper refused before it began (``HelperFault.refused``) is settled as any other
+that failed, and is no failure of the batch yet: after a pause its prompt waits again, for a place,
+a reservation and a number of its own.
+
 A place is taken before the reservation is made, so that quota is never held by a call that only
 waits its turn; and each call that holds quota holds a place, so waiting for quota ends. All places
 that are free at once are taken at once, and their calls reserved, recorded and synced together.
@@ -26,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -42,19 +47,27 @@ T = TypeVar("T")
 Outcome = HelperAnswer | Exception
 # ``before`` is given the places of calls in ``prompts``; it reserves the first of them, at least
 # one, and returns their numbers. ``after`` is given place, number and outcome of ended calls.
-Before = Callable[[range], Awaitable[Sequence[int]]]
+Before = Callable[[Sequence[int]], Awaitable[Sequence[int]]]
 After = Callable[[Sequence[tuple[int, int, Outcome]]], None]
+
+REFUSED_PAUSE_SECONDS = (0.5, 2.0)
+"""Before a refused prompt is asked again the first time, and each later time: a full queue of
+2,048-token answers does not empty in less."""
 
 
 class HelperDispatch:
     """One per process: its places are shared by all rows, batches and splits.
 
-    ``concurrency`` is of calls between reservation and settlement; ``seed`` is sent with each.
+    ``concurrency`` is of calls between reservation and settlement; ``seed`` is sent with each; a
+    prompt that the helper refuses is asked ``retries`` times more.
     """
 
-    def __init__(self, helper: HelperClient, *, concurrency: int, seed: int) -> None:
+    def __init__(
+        self, helper: HelperClient, *, concurrency: int, seed: int, retries: int = 0
+    ) -> None:
         self.helper = helper
         self.seed = seed
+        self.retries = retries
         self.places = asyncio.Semaphore(concurrency)
         self.in_flight = 0  # calls that are sent and not yet settled
 
@@ -142,12 +155,14 @@ class _DispatchedCalls:
     _deadline: float
     _reserving: asyncio.Task[Sequence[int]] | None = None
     _sent: dict[asyncio.Task[HelperAnswer], tuple[int, int]] = field(default_factory=dict)
+    _pauses: dict[asyncio.Task[None], int] = field(default_factory=dict)
+    _refused: Counter[int] = field(default_factory=Counter)
     _stopped: bool = False
     _failures: list[Exception] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._texts = [""] * len(self._prompts)
-        self._unsent = len(self._prompts)
+        self._unsent = deque(range(len(self._prompts)))
 
     async def run(self) -> list[str]:
         """Returns or raises once every reserved call is settled."""
@@ -156,12 +171,15 @@ class _DispatchedCalls:
             while True:
                 if self._reserving is None and self._unsent and not self._stopped:
                     self._reserving = asyncio.create_task(self._reserve())
-                under_way = [task for task in (self._reserving, *self._sent) if task is not None]
+                tasks = (self._reserving, *self._sent, *self._pauses)
+                under_way = [task for task in tasks if task is not None]
                 if not under_way:
                     break
                 done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 # First what has ended: where a call failed, no further one is sent.
                 self._settle_ended(done)
+                for pause in [pause for pause in self._pauses if pause in done]:
+                    self._unsent.append(self._pauses.pop(pause))
                 if self._reserving in done:
                     self._send_reserved()
         finally:
@@ -177,12 +195,14 @@ class _DispatchedCalls:
         self._stopped = True
         if self._reserving is not None:
             self._reserving.cancel()
+        for pause in self._pauses:
+            pause.cancel()
 
     def _late(self) -> None:
         if self._unsent:
             self._fail(
                 errors.HELPER_TIMEOUT(
-                    f"the deadline passed with {self._unsent} helper calls not yet sent: "
+                    f"the deadline passed with {len(self._unsent)} helper calls not yet sent: "
                     "raise reward.deadline_seconds or reward.helper.concurrency, or send fewer rows"
                 )
             )
@@ -198,11 +218,10 @@ class _DispatchedCalls:
 
     async def _reserve(self) -> Sequence[int]:
         """The numbers of the next calls; each of them holds a place."""
-        taken = await self._dispatch.take_places(self._unsent)
-        first = len(self._prompts) - self._unsent
+        taken = await self._dispatch.take_places(len(self._unsent))
         numbers: Sequence[int] = ()
         try:
-            numbers = await self._before(range(first, first + taken))
+            numbers = await self._before(list(itertools.islice(self._unsent, taken)))
         finally:
             self._dispatch.free_places(taken - len(numbers))
         return numbers
@@ -219,8 +238,7 @@ class _DispatchedCalls:
             self._fail(failure)
             return
         dispatch, numbers = self._dispatch, task.result()
-        calls = list(enumerate(numbers, len(self._prompts) - self._unsent))
-        self._unsent -= len(calls)
+        calls = [(self._unsent.popleft(), number) for number in numbers]
         dispatch.in_flight += len(calls)
         if self._stopped:
             unsent = errors.HELPER_NOT_SENT("the batch had ended before the call was sent")
@@ -241,12 +259,25 @@ class _DispatchedCalls:
                 self._texts[place] = task.result().text
                 ended.append((place, number, task.result()))
             elif isinstance(failure, Exception):
-                self._fail(failure)
+                if not self._asks_again(place, failure):
+                    self._fail(failure)
                 ended.append((place, number, failure))
             else:
                 raise failure  # an interpreter's own exit, no failure of a call
         if ended:
             self._settle(ended)
+
+    def _asks_again(self, place: int, failure: Exception) -> bool:
+        """Whether the prompt at ``place`` is asked once more, after a pause that has begun now."""
+        tries = self._refused[place]
+        pause = REFUSED_PAUSE_SECONDS[min(tries, 1)]
+        refused = isinstance(failure, errors.HelperFault) and failure.refused
+        late = asyncio.get_running_loop().time() + pause >= self._deadline
+        if not refused or late or self._stopped or tries >= self._dispatch.retries:
+            return False
+        self._refused[place] += 1
+        self._pauses[asyncio.create_task(asyncio.sleep(pause))] = place
+        return True
 
     def _settle(self, ended: Sequence[tuple[int, int, Outcome]]) -> None:
         try:
@@ -299,7 +330,7 @@ class MeteredCalls:
         Raises what failed first, with every call that was sent settled.
         """
 
-        async def before(places: range) -> range:
+        async def before(places: Sequence[int]) -> range:
             rows = [owners[place] for place in places]
             return await self._reserve(rows, [prompts[place].encode() for place in places])
 

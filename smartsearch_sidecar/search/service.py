@@ -2,7 +2,7 @@
 
 slot -> parse -> admit -> record ``requested`` -> identity -> search -> identity and documents ->
 record ``answered``, synced -> free the slot -> hand over -> record ``delivery.lost`` if the client
-had gone.
+had gone. A request that repeats a lost one takes its answer in place of a search (``repeats.py``).
 
 A request of another trainer's client may hold many searches. It has one slot and one deadline; its
 searches are numbered in their order, each counted and recorded as if it had come alone, and run
@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import (
-    DECLINED_RESULT,
     ExecuteRules,
     QueryProblem,
+    declined_result,
     parse_execute,
     reference_refusal,
     render_execute,
@@ -55,6 +55,7 @@ from smartsearch_sidecar.run.record import (
     RetrievalRequested,
 )
 from smartsearch_sidecar.run.slots import Slots, run_until_deadline
+from smartsearch_sidecar.search.repeats import Answer, Ask, Repeats
 
 AT_ONCE: Final = 256
 """Searches of one request under way: enough to fill a retriever's calls while others are out, and
@@ -65,9 +66,9 @@ the cache come without a pause: this is also where they let others have a turn."
 
 
 class ServicePolicy(NamedTuple):
-    """``deadline_seconds`` runs from a request's first byte; ``decline`` and ``latch_undelivered``
-    are ``execute.on_invalid_query`` and ``execute.on_undelivered``; ``emptied_share_max`` is the
-    key of ``[retrieval]``.
+    """``deadline_seconds`` runs from a request's first byte; ``decline`` is
+    ``execute.on_invalid_query``; ``latch_undelivered`` is whether a lost answer that no request may
+    repeat closes the latch; ``emptied_share_max`` is the key of ``[retrieval]``.
     """
 
     rules: ExecuteRules
@@ -77,21 +78,11 @@ class ServicePolicy(NamedTuple):
     emptied_share_max: float
 
 
-class Answer(NamedTuple):
-    """A recorded answer on its way to the client. ``number`` is the attempt it settles, ``None``
-    for a declined query; ``others`` are those of a batch that it settles as well.
-    """
-
-    payload: bytes
-    number: int | None
-    others: tuple[int, ...] = ()
-
-
 @dataclass(eq=False, kw_only=True)
 class Service:
     """Everything between the parsed edge and the ledger, for one run. ``on_answer`` is called with
     query and text of every answer of a search before it is handed over, for the provenance of
-    rewards.
+    rewards; ``repeats`` is there where a lost answer may be asked for again.
     """
 
     run: Run
@@ -101,21 +92,40 @@ class Service:
     on_answer: Callable[[str, str], None] | None = None
     stopping: bool = False
     """No connection is taken any more: until the run has ended, what is asked of it is refused."""
+    repeats: Repeats | None = None
 
     def __post_init__(self) -> None:
         self._state = self.run.state
         self._recorder = self.run.recorder
 
-    def undelivered(self, number: int | None, stage: str, others: Sequence[int] = ()) -> None:
-        """The client was gone before its answer was handed to it; ``stage`` says how we know."""
+    def declines(self, problem: QueryProblem | None) -> bool:
+        """Whether what is wrong with a query, if anything, is answered in band."""
+        return problem is not None and (self.policy.decline or problem is QueryProblem.invalid_call)
+
+    def undelivered(
+        self,
+        number: int | None,
+        stage: str,
+        others: Sequence[int] = (),
+        ask: Ask | None = None,
+    ) -> None:
+        """The client was gone before its answer was handed to it; ``stage`` says how we know.
+        ``ask`` is the request where it may be repeated.
+        """
         if self.run.writer.failure is not None:
             return
         self._recorder.refused["response_undelivered"] += 1
+        if self._state.closed:
+            ask = None  # no repeat would be answered
         try:
-            self._recorder.post(DeliveryLost(number, stage, tuple(others) or None))
+            awaits = None if ask is None else ask.repeats.awaits_repeat(ask) or None
+            self._recorder.post(DeliveryLost(number, stage, tuple(others) or None, awaits))
         except errors.LedgerFailed:
             return  # after the end of the ledger, or beside its failure: that is the cause
-        if self.policy.latch_undelivered:
+        if ask is not None:
+            if awaits:
+                ask.repeats.lost(ask)
+        elif self.policy.latch_undelivered:
             self._recorder.close_latch(
                 "response_undelivered",
                 number=number,
@@ -123,19 +133,20 @@ class Service:
                 detail=f"the client had gone before its answer was handed to it ({stage})",
             )
 
-    async def execute(self, body: bytes, *, began: float, gone: Callable[[], bool]) -> Answer:
+    async def execute(
+        self, body: bytes, *, began: float, gone: Callable[[], bool], ask: Ask | None = None
+    ) -> Answer:
         """Serves one ``/execute`` body; ``began`` is the loop's clock at its first byte. Raises a
         ``SidecarError`` whose latch, if any, is closed and durable by then.
         """
-        return await self.in_turn(began, gone, lambda deadline: self._execute(body, deadline))
+        return await self.in_turn(began, gone, lambda deadline: self._execute(body, deadline), ask)
 
     async def _execute(self, body: bytes, deadline: float) -> Answer:
         call = parse_execute(body, self.policy.rules)
         asked = NativeCall(call.env, call.call, call.query)
         number: int | None = None
-        text = DECLINED_RESULT
-        if call.problem is not None and self.policy.decline:
-            item = self.decline(call.problem, asked)
+        if call.problem is not None and self.declines(call.problem):
+            item, text = self.decline(call.problem, asked), declined_result(call.problem)
         else:
             if call.problem is not None:
                 refuse_as_reference(call.problem)
@@ -147,7 +158,7 @@ class Service:
         except asyncio.CancelledError:
             self.undelivered(number, "cancelled before the answer")
             raise
-        if self.on_answer is not None and number is not None:
+        if self.on_answer is not None and call.problem in (None, QueryProblem.invalid_call):
             self.on_answer(call.query, text)
         return Answer(render_execute(text), number)
 
@@ -156,8 +167,10 @@ class Service:
         began: float,
         gone: Callable[[], bool],
         work: Callable[[float], Coroutine[Any, Any, Answer]],
+        ask: Ask | None = None,
     ) -> Answer:
         """Waits for a slot, does ``work(deadline)``, and gives the slot back before the answer.
+        ``ask`` is the request where it may repeat another one, or be repeated.
 
         A ``SidecarError`` that it raises is durable where it closed the latch, and not counted yet:
         what answers the request counts it.
@@ -171,9 +184,12 @@ class Service:
                 raise
             try:
                 if gone():
-                    self.undelivered(None, "gone while waiting")
+                    self.undelivered(None, "gone while waiting", ask=ask)
                     raise errors.CLIENT_GONE("the client left while it waited for a slot")
-                answer = await work(deadline)
+                if ask is None:
+                    answer = await work(deadline)
+                else:
+                    answer = await ask.repeats.answer(ask, work, deadline)
             finally:
                 self.slots.give()
             self._state.refuse_closed()
@@ -181,8 +197,11 @@ class Service:
             if asyncio.get_running_loop().time() > deadline:
                 raise errors.DEADLINE_PASSED("the answer was recorded after the deadline")
             return answer
-        except errors.SidecarError as exc:
-            await self._recorder.latch_for(exc)
+        except BaseException as exc:
+            if ask is not None:
+                ask.repeats.over(ask)
+            if isinstance(exc, errors.SidecarError):
+                await self._recorder.latch_for(exc)
             raise
 
     def _bound_emptied(self) -> None:
@@ -242,9 +261,10 @@ class Service:
             began = loop.time()
             found, outcome = await self.retrieval.find(query.strip(), deadline, top_n)
             took_us = int((loop.time() - began) * 1e6)
+            tries = found.tries if outcome == "miss" and found.tries > 1 else None
             dropped, emptied = found.dropped or None, found.emptied or None
             answered = RetrievalAnswered(
-                number, found.documents_json, outcome, took_us, dropped, emptied
+                number, found.documents_json, outcome, took_us, dropped, emptied, tries
             )
             return number, found, self._recorder.fold(answered)
         except errors.SidecarError as exc:
@@ -294,13 +314,18 @@ def refuse_as_reference(problem: QueryProblem) -> None:
 
 
 async def search_many(
-    service: Service, asked: Searches, *, began: float, gone: Callable[[], bool]
+    service: Service,
+    asked: Searches,
+    *,
+    began: float,
+    gone: Callable[[], bool],
+    ask: Ask | None = None,
 ) -> Answer:
     """Serves one request; ``began`` is the loop's clock at its first byte. Raises a
     ``SidecarError`` whose latch, if any, is closed and durable by then.
     """
     return await service.in_turn(
-        began, gone, lambda deadline: _SearchBatch(service, asked, deadline).answer()
+        began, gone, lambda deadline: _SearchBatch(service, asked, deadline).answer(), ask
     )
 
 
@@ -324,12 +349,12 @@ class _SearchBatch:
     async def answer(self) -> Answer:
         """The whole answer, once every search is settled and its record on the medium."""
         service, queries = self._service, self._asked.queries
-        problems = [query.problem for query in queries if query.problem is not None]
-        if not service.policy.decline:
-            for problem in problems:
+        left = [query.problem for query in queries if not service.declines(query.problem)]
+        for problem in left:
+            if problem is not None:
                 refuse_as_reference(problem)
         try:
-            await self._run(searched=not service.policy.decline or len(problems) < len(queries))
+            await self._run(searched=bool(left))
         except asyncio.CancelledError:
             # Searches under way have recorded their loss; those already answered are lost as well.
             if self._left < len(queries):
@@ -348,7 +373,7 @@ class _SearchBatch:
         return (numbers[0] if numbers else None), tuple(numbers[1:])
 
     async def _run(self, *, searched: bool) -> None:
-        if searched and self._asked.queries:
+        if searched:
             await self._service.check_identity(self._deadline)
         todo = iter(enumerate(self._asked.queries))
         workers = min(len(self._asked.queries), AT_ONCE)
@@ -375,9 +400,11 @@ class _SearchBatch:
         service, form, top_n = self._service, self._asked.form, self._asked.top_n
         place = (index + 1, len(self._asked.queries)) if form.many else (None, None)
         asked = ClientQuery(form.route, query.text, top_n, *place)
-        if query.problem is not None and service.policy.decline:
+        if query.problem is not None and service.declines(query.problem):
             receipt = self._post(service.decline(query.problem, asked))
-            kept = render_declined(form), DECLINED_SCORES
+            kept = render_declined(form, query.problem), DECLINED_SCORES
+            if query.problem == QueryProblem.invalid_call:
+                self._texts[index] = declined_result(query.problem)
         else:
             number, found, item = await service.search(
                 query.text, query.problem, asked, self._deadline, top_n

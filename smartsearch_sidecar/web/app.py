@@ -48,6 +48,7 @@ from smartsearch_sidecar.web.routes import (
     answer_json,
     answer_search,
     error_payload,
+    may_repeat,
     parse,
     read_body,
     refuse,
@@ -80,13 +81,15 @@ class App:
         deadline_seconds: float,
         routes: Collection[str] = ("execute",),
         retrieve_topk: int = 3,
+        declines_calls: bool = False,
         observer: Observer,
         about: Mapping[str, Any],
     ) -> None:
         """``body_bytes_max`` bounds a rollout's body (a batch of searches has the contract's own),
         ``body_seconds`` the time any body may take to arrive, ``deadline_seconds`` the time from a
         rollout's first byte to its answer. ``routes`` and ``retrieve_topk`` are the keys of
-        ``[execute]``; ``about`` names the run on its page.
+        ``[execute]``, ``declines_calls`` its ``on_invalid_call``; ``about`` names the run on its
+        page.
         """
         self.observer = observer
         self.capabilities = capabilities
@@ -97,6 +100,7 @@ class App:
         self._ready = Ready(deadline_seconds)
         self.operator = OperatorRoutes(self._ready, observer, about)
         self._segments = {name for route in routes for name in SEGMENTS.get(route, ())}
+        self._declines_calls = declines_calls
         self._top_n = {"search": TOP_N, "batch_search": TOP_N, "retrieve": retrieve_topk}
         self._internal_routes: dict[tuple[str, ...], tuple[str, Handler]] = {
             ("health",): ("GET", self._health),
@@ -203,7 +207,8 @@ class App:
         try:
             body = await read_body(request, self._body_bytes_max, self._body_seconds)
             run = await self._ready.wait(request.began)
-            found = await run.service.execute(body, began=request.began, gone=request.gone)
+            ask = may_repeat(request, run, "execute", body)
+            found = await run.service.execute(body, began=request.began, gone=request.gone, ask=ask)
         except errors.SidecarError as exc:
             return await self._settled(request, exc)
         return answer_search(request, run, found, "execute")
@@ -218,9 +223,14 @@ class App:
             body = await read_body(request, bytes_max, self._body_seconds)
             value = await parse(body, strict_json)
             form = other_clients.read_form(segment, value)
-            asked = other_clients.read_searches(form, value, self._top_n[segment])
+            asked = other_clients.read_searches(
+                form, value, self._top_n[segment], declines_calls=self._declines_calls
+            )
             run = await self._ready.wait(request.began)
-            found = await search_many(run.service, asked, began=request.began, gone=request.gone)
+            ask = may_repeat(request, run, segment, body)
+            found = await search_many(
+                run.service, asked, began=request.began, gone=request.gone, ask=ask
+            )
         except errors.SidecarError as exc:
             answered = await self._ready.settle(exc)
             self.observer.requests[segment, answered.code] += 1

@@ -92,6 +92,7 @@ def _searches(run: ServedRun) -> Iterator[Sample]:
     yield "searches_total", ("answered",), state.responses
     yield "searches_total", ("failed",), state.failed
     yield "searches_under_way", (), len(state.searching)
+    yield "search_retries_total", (), state.retries
     yield "search_seconds", (), *run.observer.search.sample()
     for outcome, count in state.cache.items():
         yield "search_cache_total", (outcome,), count
@@ -104,6 +105,8 @@ def _searches(run: ServedRun) -> Iterator[Sample]:
     yield "answers_emptied_total", (), state.emptied.count
     yield "answers_emptied_share", (), state.emptied.share
     yield "answers_lost_total", (), state.lost
+    yield "answers_repeated_total", (), state.repeated
+    yield "answers_awaited", (), len(state.awaited)
 
 
 def _rewards(run: ServedRun) -> Iterator[Sample]:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import orjson
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.search.service import Answer
+from smartsearch_sidecar.search.repeats import Answer, Ask
 from smartsearch_sidecar.web.edge.request import EdgeRequest, Reply, response_head
 from smartsearch_sidecar.web.ready import ServedRun
 
@@ -70,14 +70,25 @@ def answer_json(request: EdgeRequest, status: int, value: Any) -> Reply:
     return answer(request, orjson.dumps(value), status=status)
 
 
+def may_repeat(request: EdgeRequest, run: ServedRun, route: str, body: bytes) -> Ask | None:
+    """The request as one that may repeat another, where the run gives lost answers again."""
+    repeats = run.service.repeats
+    if repeats is None:
+        return None
+    key = request.headers.get("Idempotency-Key", "")
+    return repeats.ask((route, key, body), request.began, request.left_at)
+
+
 def answer_search(request: EdgeRequest, run: ServedRun, found: Answer, route: str) -> Reply:
     """Hand a rollout its answer; if its client has not taken it, the loss is recorded."""
-    number, others = found.number, found.others
+    number, others, ask = found.number, found.others, found.ask
     run.observer.requests[route, "ok" if number is not None else "declined"] += 1
     run.observer.service.observe(asyncio.get_running_loop().time() - request.began)
     head = response_head(200, len(found.payload), close=not request.keep_alive)
+    if ask is not None:
+        ask.repeats.over(ask)
     return request.deliver(
-        head, found.payload, lambda stage: run.service.undelivered(number, stage, others)
+        head, found.payload, lambda stage: run.service.undelivered(number, stage, others, ask)
     )
 
 

@@ -117,7 +117,7 @@ async def test_what_defends_nothing_is_not_written(tmp_path: Path) -> None:
         await desk.refused(errors.ProviderTransport, "takes no connection")
         await retriever.start()
         retriever.failure = "500"
-        await desk.refused(errors.ProviderFault, "status 500")
+        await desk.refused(errors.ProviderTransport, "status 500")
         retriever.failure = "empty"
         await desk.refused(errors.UsageError, "query 1 is answered with no document")
         assert not desk.out.exists()

@@ -241,6 +241,27 @@ def test_a_retriever_without_canaries_is_a_warning(tmp_path: Path, index: Path) 
     assert found["known question"]["level"] == "ok"
 
 
+class Blank(FakeRetriever):
+    """The second passage of each answer is blank."""
+
+    def documents(self, query: str, top_n: int = 5) -> list[dict[str, str]]:
+        first, second, *rest = super().documents(query, top_n)
+        return [first, {**second, "contents": " "}, *rest]
+
+
+def test_passages_that_would_be_left_out_are_a_warning(tmp_path: Path, index: Path) -> None:
+    """Before a run, and by reason; where they end a run they are the search's error."""
+    retriever = Blank()
+    with beside(retriever):
+        found = examined(remote(tmp_path, index, retriever), "--question", "who")
+        assert (found["exit"], found["passages"]["level"]) == (0, "warning")
+        assert "plain questions: 4 blank" in found["passages"]["text"]
+        strict = remote(tmp_path, index, retriever, retrieval__on_protocol_tag="latch")
+        found = examined(strict, "--question", "who")
+        assert (found["exit"], found["search"]["level"]) == (1, "error")
+        assert "empty contents" in found["search"]["text"]
+
+
 def test_canaries_are_asked_and_a_changed_answer_is_an_error(tmp_path: Path, index: Path) -> None:
     """Recorded answers that come again are a line of their own; others fail the retriever."""
     retriever, file = FakeRetriever(), tmp_path / "canaries.jsonl"

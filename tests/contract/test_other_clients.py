@@ -208,7 +208,7 @@ def answer(route: str, value: dict[str, Any], count: int = 1) -> Any:
     parts = [render_found(asked.form, DOCUMENTS)] * count
     scores = [render_scores(DOCUMENTS)] * count
     if len(asked.queries) > count:
-        parts.append(render_declined(asked.form))
+        parts.append(render_declined(asked.form, QueryProblem.empty))
         scores.append(DECLINED_SCORES)
     return json.loads(render_answer(asked, parts, scores))
 

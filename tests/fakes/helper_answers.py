@@ -84,6 +84,12 @@ async def _busy_503(
     return as_json({"error": {"message": "queue is full"}}, status=503)
 
 
+async def _busy_429(
+    _request: web.Request, _answer: dict[str, Any], _stopping: asyncio.Event
+) -> web.StreamResponse:
+    return as_json({"error": {"message": "too many requests"}}, status=429)
+
+
 async def _redirect(
     request: web.Request, _answer: dict[str, Any], _stopping: asyncio.Event
 ) -> web.StreamResponse:
@@ -224,6 +230,7 @@ MISBEHAVIOUR: Mapping[
 ] = {
     "error_500": _error_500,
     "busy_503": _busy_503,
+    "busy_429": _busy_429,
     "redirect": _redirect,
     "html": _html,
     "json_as_text": _json_as_text,

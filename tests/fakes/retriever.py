@@ -36,7 +36,8 @@ class FakeRetriever:
         latency: seconds each call takes; calls are answered one at a time unless ``side_by_side``.
         edition: which index is loaded; another one answers with other ids.
         revision: what the passages say; another one changes contents under the same ids.
-        failure: name of a method ``_fail_<name>``, or ``None`` for good answers.
+        failure: name of a method ``_fail_<name>``, a status as text, or ``None`` for good answers.
+        failures_left: how many more calls fail; ``None`` for all.
         refused: queries refused with ``refused_status``, whole batch included.
         routes: what is served; anything else is 404.
         gate: searches wait here once they are counted; set unless a test clears it.
@@ -48,6 +49,7 @@ class FakeRetriever:
         self.edition = "wiki18"
         self.revision = 1
         self.failure: str | None = None
+        self.failures_left: int | None = None
         self.refused: set[str] = set()
         self.refused_status = 400
         self.routes = {"search", "batch_search", "health"}
@@ -181,17 +183,16 @@ class FakeRetriever:
             self.busy -= 1
 
     async def _failed(self, request: web.Request, count: int) -> web.StreamResponse | None:
-        if self.failure is None:
+        if self.failure is None or self.failures_left == 0:
             return None
+        if self.failures_left is not None:
+            self.failures_left -= 1
+        if self.failure.isdigit():
+            page = f"<html>{self.failure}: SECRET-PASSAGE</html>"
+            return web.Response(status=int(self.failure), text=page, content_type="text/html")
         fail: Callable[[web.Request, int], Awaitable[web.StreamResponse]]
         fail = getattr(self, f"_fail_{self.failure}")
         return await fail(request, count)
-
-    async def _fail_500(self, request: web.Request, count: int) -> web.StreamResponse:
-        return web.Response(status=500, text="Internal Server Error: SECRET-PASSAGE")
-
-    async def _fail_503(self, request: web.Request, count: int) -> web.StreamResponse:
-        return web.Response(status=503, text="overloaded")
 
     async def _fail_proxy(self, request: web.Request, count: int) -> web.StreamResponse:
         page = "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>"

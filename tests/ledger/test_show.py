@@ -177,6 +177,7 @@ MEASURED = {"finish_reason": "stop", "model": "m"}
             ["the run is pending"],
         ),
         (("delivery.lost", 3, {"stage": "waiting"}), Tone.BAD, ["had gone: waiting"]),
+        (("delivery.repeated", 3, {"loss": 2}), Tone.WARN, ["client of loss 2 asked again"]),
         (
             ("reward.requested", 2, {"split": "train", "key": "k", "solution_str": HOSTILE}),
             Tone.PLAIN,

@@ -271,7 +271,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     ),
     Difference(
         "retrieval.retries",
-        "a transport fault ends the run",
+        "a transport fault or a status of 429, 500, 502, 503 or 504 ends the run",
         "tried twice more within the deadline",
         "a search of a frozen corpus is free to repeat",
         "training",
@@ -285,7 +285,7 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
     ),
     Difference(
         "retrieval.on_protocol_tag",
-        "a passage with a protocol tag ends the run",
+        "a passage with a protocol tag, a blank one or one that comes twice ends the run",
         "it is left out, and recorded",
         "one article must not end a run",
         "training",
@@ -323,6 +323,13 @@ DIFFERENCES: Final[tuple[Difference, ...]] = (
         "the same rollout is scored and paid for again, with another result",
         "it gets the recorded score",
         "the pinned trainer scores each batch twice, and trains on what it did not save",
+        "training",
+    ),
+    Difference(
+        "reward.helper.retries",
+        "a helper that refuses a call with 429 or 503 ends the run",
+        "asked twice more, each time by a call of its own in ledger and quota",
+        "it has too much to do and did not begin; minutes later it answers",
         "training",
     ),
     Difference(

@@ -226,6 +226,21 @@ async def test_differs_reward_side_by_side(tmp_path: Path, scorer: Callable[...,
         assert (await scoring)[0] == 200
 
 
+async def test_differs_reward_helper_retries(tmp_path: Path, scorer: Callable[..., Any]) -> None:
+    """A helper that refuses a call once fails the score there, and is asked again here."""
+    async with rewarded(tmp_path) as rewards:
+        solution = await rewards.rollout("one")
+        assert refuses(scorer(verdict=_refusing), solution, TRUTH)
+        rewards.helper.failures[1] = "busy_503"
+        assert (await rewards.reward(solution))[0] == 200
+        _, health = await rewards.run.health(settle=2)
+        assert health["reward"]["train"]["model_attempts"] == 2
+
+
+def _refusing(_prompt: str) -> str:
+    raise OSError("503 Service Unavailable")
+
+
 async def test_differs_reward_reuse_identical(tmp_path: Path, scorer: Callable[..., Any]) -> None:
     """The same rollout twice is two scores there, and one here that is given twice."""
     async with rewarded(tmp_path) as rewards:

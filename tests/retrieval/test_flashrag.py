@@ -19,6 +19,7 @@ from smartsearch_sidecar.retrieval import canaries
 from smartsearch_sidecar.retrieval.canaries import CANARY_SECONDS
 from smartsearch_sidecar.retrieval.flashrag.provider import (
     ANSWER_BYTES_PER_SEARCH,
+    PASSING,
     FlashragProvider,
     open_configured,
 )
@@ -250,8 +251,8 @@ async def test_a_url_that_is_no_retriever_says_so(retriever: FakeRetriever, open
 # --- faults ---------------------------------------------------------------------------------------
 
 FAULTS = {
-    "500": "status 500",
-    "503": "status 503",
+    "403": "status 403",
+    "501": "status 501",
     "redirect": "a redirect (307), which is not followed",
     "html": "an HTML page",
     "html_as_json": "an HTML page",
@@ -283,6 +284,22 @@ async def test_an_answer_that_is_none_is_a_fault_that_says_what_came(
         assert type(outcome) is errors.ProviderFault
         assert retriever.url.removeprefix("http://") in outcome.message
         assert said in outcome.message
+        assert "SECRET" not in outcome.message
+    retriever.failure = None
+    assert await search_all(provider, queries) == [retriever.documents(q) for q in queries]
+
+
+@pytest.mark.parametrize("queries", [["a"], ["a", "b", "c"]])
+@pytest.mark.parametrize("status", PASSING)
+async def test_a_status_that_passes_may_be_retried(
+    retriever: FakeRetriever, opened: Open, status: int, queries: list[str]
+) -> None:
+    """Overloaded or restarting, alone or in a batch: a transport fault that quotes nothing."""
+    provider = await opened()
+    retriever.failure = str(status)
+    for outcome in await search_all(provider, queries):
+        assert type(outcome) is errors.ProviderTransport
+        assert f"status {status}" in outcome.message
         assert "SECRET" not in outcome.message
     retriever.failure = None
     assert await search_all(provider, queries) == [retriever.documents(q) for q in queries]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import unicodedata
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -110,16 +111,16 @@ async def test_nothing_found_is_an_empty_answer() -> None:
         [{"contents": "x"}],
         [doc(id=1)],
         [doc(contents=None)],
-        [doc(id="  ")],
-        [doc(contents="\n ")],
+        [doc(id="  ", title="x")],
+        [doc(id="\ud800", contents="\n ")],
         [doc(score="0.5")],
         [doc(score=True)],
         [doc(score=float("nan"))],
         [doc(score=float("inf"))],
         [doc(score=2**64)],
         [doc(score=-(10**400))],
-        [doc(), doc()],
-        [doc(id="1 "), doc()],
+        [doc(), doc(contents="other")],
+        [doc(id="1 "), doc(contents="other")],
         [doc(contents="\ud800")],
         [doc(contents="x" * (8 * 1024 * 1024 + 1))],
         lambda _query: SizedOnly(),
@@ -148,6 +149,49 @@ async def test_tagged_passages_are_dropped_or_latch(text: str) -> None:
     assert [item["id"] for item in found.dropped] == ["bad"]
     with raises(errors.DOCUMENT_INVALID):
         await (await guarded(provider, drop_tagged=False)).search("q", FAR)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "dropped"),
+    [
+        ([doc(id="2", contents="\n ")], [{"id": "2", "reason": "blank"}]),
+        ([doc(id=" "), doc(id="", contents="")], [{"id": "", "reason": "blank"}] * 2),
+        ([doc(id="good", contents="kept ")], [{"id": "good", "reason": "repeated_id"}]),
+        ([doc(id=" good", contents="kept", score=1.5)], [{"id": "good", "reason": "repeated_id"}]),
+    ],
+)
+async def test_blank_and_repeated_passages_are_dropped_or_latch(
+    faulty: list[Any], dropped: list[Any]
+) -> None:
+    """One unusable document of an answer is left out and named where a tagged one would be."""
+    provider = FakeProvider()
+    good = doc(id="good", contents="kept", score=2.5)
+    provider.answer = [good, *faulty, doc(id="last", contents="too")]
+    found = await (await guarded(provider)).search("q", FAR)
+    assert (found.text, list(found.dropped)) == ("kept\n\ntoo", dropped)
+    assert found.documents()[0] == good
+    with raises(errors.DOCUMENT_INVALID):
+        await (await guarded(provider, drop_tagged=False)).search("q", FAR)
+
+
+@pytest.mark.parametrize("composed_first", [True, False])
+async def test_drift_in_normal_form_is_named(composed_first: bool) -> None:
+    """A corpus that was normalised anew has drifted, and the detail says in what."""
+    provider = FakeProvider(remote=True)
+    guard = await guarded(provider)
+    text = "\u0152uvre d\u2019\u00e9t\u00e9"
+    first, second = unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text)
+    if not composed_first:
+        first, second = second, first
+    provider.answer = [doc(contents=first)]
+    await guard.search("q", FAR)
+    provider.answer = [doc(contents=second)]
+    with raises(errors.DOCUMENT_DRIFT, match="another Unicode normal form of the same text"):
+        await guard.search("q", FAR)
+    provider.answer = [doc(contents=first + " more")]
+    with raises(errors.DOCUMENT_DRIFT) as caught:
+        await guard.search("q", FAR)
+    assert "normal form" not in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["<searching>", "a < b", "<results>", "< think >", "|<>|", "<||>"])

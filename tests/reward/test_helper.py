@@ -449,6 +449,18 @@ async def test_weights_swapped_during_the_run_are_found(fake: FakeHelper) -> Non
     assert caught.value.usage == (len(PROMPT.split()), 2)
 
 
+async def test_weights_that_only_answers_name_are_held_to_the_first(fake: FakeHelper) -> None:
+    """Where no route shows the weights, the first answer's are the run's, also for what it cost."""
+    fake.shows_model = False
+    async with client(fake, "sglang") as helper:
+        assert (await helper.identity())["shown"] == {}
+        assert (await helper.ask(PROMPT, seed=1)).weight_version == "default"
+        fake.weight_version = "step-200"
+        with pytest.raises(errors.HelperIdentity) as caught:
+            await helper.ask(PROMPT, seed=1)
+    assert caught.value.usage == (len(PROMPT.split()), 2)
+
+
 async def test_a_server_that_shows_nothing_is_taken_at_its_declaration(
     fake: FakeHelper, kind: Kind
 ) -> None:

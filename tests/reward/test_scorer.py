@@ -313,7 +313,8 @@ def test_threads_do_not_mix(scorer: Scorer) -> None:
         ("<answer>0.0", "other"),
         ("<answer>\u0660", "other"),
         ("<answer>", "other"),
-        ("", "other"),
+        ("", "empty"),
+        (" \n", "empty"),
         ("0", "other"),
         ("<answer>0</answer><answer>1", "0"),
     ],
@@ -326,7 +327,7 @@ def test_verdict_is_what_the_source_reads(scorer: Scorer, text: str, verdict: st
 def test_verdicts_are_counted(scorer: Scorer) -> None:
     """Counts must separate the two verdicts the prompt asks for from everything else."""
     texts = ["<answer>0", "<answer>1", "<answer>1", "yes", ""]
-    assert Counter(map(scorer.verdict, texts)) == {"0": 1, "1": 2, "other": 2}
+    assert Counter(map(scorer.verdict, texts)) == {"0": 1, "1": 2, "other": 1, "empty": 1}
 
 
 def test_an_extraction_of_another_type_is_other(tmp_path: Path) -> None:

@@ -31,9 +31,14 @@ def declined(number: int, reason: str = "empty") -> Event:
     return "retrieval.declined", number, {"reason": reason, "env": "e", "call": "c"}
 
 
-def lost(number: int | None) -> Event:
+def lost(number: int | None, **data: Any) -> Event:
     """A client that had gone."""
-    return "delivery.lost", number, {"stage": "waiting"}
+    return "delivery.lost", number, {"stage": "waiting", **data}
+
+
+def repeated(loss: int, number: int | None = 1) -> Event:
+    """A client that asked again."""
+    return "delivery.repeated", number, {"loss": loss}
 
 
 def checkpoint(step: int = 1, **data: Any) -> Event:
@@ -97,6 +102,25 @@ def test_answers_tell_cache_and_dropped_passages() -> None:
 def test_lost_deliveries_are_counted() -> None:
     """With and without an attempt."""
     assert folded(ASK, ANSWER, lost(1), lost(None)).lost == 2
+
+
+def test_a_loss_that_awaits_its_repeat_is_unsettled() -> None:
+    """Which one a repeat settles it says itself; the others stay open."""
+    losses = lost(1), lost(1, awaits_repeat=True), lost(None, awaits_repeat=True)
+    state = folded(ASK, ANSWER, *losses)
+    assert (state.settled, state.awaited, state.lost) == (False, {2, 3}, 3)
+    state = folded(ASK, ANSWER, *losses, repeated(3, None))
+    assert (state.settled, state.awaited, state.repeated) == (False, {2}, 1)
+    state = folded(ASK, ANSWER, *losses, repeated(3), repeated(2))
+    assert (state.settled, state.awaited, state.repeated) == (True, set(), 2)
+    assert state.attempts == 1
+
+
+def test_further_calls_of_searches_are_counted() -> None:
+    """Beyond the first of each, as their answers say."""
+    kind, number, data = answered(2, "two")
+    third = (kind, number, {**data, "tries": 3})
+    assert folded(ASK, ANSWER, requested(2, "two"), third).retries == 2
 
 
 def test_checkpoints_are_counted_by_step() -> None:
@@ -190,6 +214,19 @@ LATCH = latched("operator")
         pytest.param([ASK, ANSWER, closed(2)], id="end miscounts"),
         pytest.param([lost(1)], id="lost without an attempt"),
         pytest.param([ASK, lost(2)], id="lost of a later attempt"),
+        pytest.param([ASK, ANSWER, lost(1), repeated(1)], id="a repeat that was not awaited"),
+        pytest.param(
+            [ASK, ANSWER, lost(1, awaits_repeat=True), repeated(1), repeated(1)],
+            id="a loss repeated twice",
+        ),
+        pytest.param(
+            [ASK, ANSWER, lost(1, awaits_repeat=True), repeated(1, 2)],
+            id="repeated with an answer that is none",
+        ),
+        pytest.param(
+            [ASK, ANSWER, lost(1, awaits_repeat=True), checkpoint()],
+            id="checkpoint over an open loss",
+        ),
     ],
 )
 def test_impossible_sequence_is_refused(events: list[Event]) -> None:

@@ -40,6 +40,8 @@ KEEPALIVE_SECONDS: Final = 3.0
 look like a lost search."""
 REFUSED: Final = (400, 422)  # how FastAPI refuses a query: by its handler, by its request model
 MISSING: Final = (404, 405)  # the route is not served
+PASSING: Final = (429, 500, 502, 503, 504)
+"""It, or what stands before it, is overloaded or restarts: the same search may be asked again."""
 
 Documents = list[dict[str, Any]]
 _T = TypeVar("_T")
@@ -144,8 +146,8 @@ class FlashragProvider:
     async def search(self, query: str, top_n: int) -> Sequence[Mapping[str, Any]]:
         """What the retriever answers, as parsed: a list of objects, not yet checked.
 
-        Raises ``ProviderTransport`` (not reached, broken off, or late) or ``ProviderFault`` (the
-        query was refused, or what came is not an answer).
+        Raises ``ProviderTransport`` (not reached, broken off, late, or ``PASSING``) or
+        ``ProviderFault`` (the query was refused, or what came is not an answer).
         """
         if not has_utf8_form(query):
             # One such text would keep the whole batch it travels in from being written.
@@ -221,7 +223,7 @@ class FlashragProvider:
         self, method: str, route: str, body: bytes | None, *, bytes_max: int
     ) -> tuple[int, object]:
         """Status and, with 200, the JSON value; ``REFUSED`` and ``MISSING`` are the caller's to
-        judge. Raises ``ProviderFault``, or ``ProviderTransport`` where no answer came.
+        judge. Raises ``ProviderFault``, or ``ProviderTransport`` where it may be asked again.
         """
         seconds = self._settings.timeout_seconds
         until = asyncio.get_running_loop().time() + seconds
@@ -238,6 +240,8 @@ class FlashragProvider:
             return status, None
         if 300 <= status < 400:
             raise self._fault(route, f"a redirect ({status}), which is not followed")
+        if status in PASSING:
+            raise errors.PROVIDER_TRANSPORT(f"{self._where} answered /{route} with status {status}")
         if status != 200:
             raise self._fault(route, f"status {status}")
         try:

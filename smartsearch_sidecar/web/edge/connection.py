@@ -10,7 +10,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
 
@@ -21,6 +21,7 @@ from smartsearch_sidecar.web.edge.request import (
     BAD_MESSAGE,
     HANDED_OVER,
     INTERNAL_ERROR,
+    EdgeObserver,
     EdgeRequest,
     Reply,
 )
@@ -36,34 +37,13 @@ _ErrInfo: Any = getattr(web_protocol, "_ErrInfo", None)
 Handler = Callable[[EdgeRequest], Awaitable[Reply | web.StreamResponse]]
 
 
-class EdgeObserver(Protocol):
-    """Is told of what no handler sees; called on the loop, must neither raise nor block."""
-
-    def malformed(self, reason: str, authenticated: bool) -> None:
-        """A connection brought bytes that are no request, or left within one; once a connection.
-
-        ``authenticated``: its bytes carried the execute capability. ``reason``: the name of the
-        parser's error, ``cut_off`` (left within headers), ``abandoned`` (left with whole requests
-        no handler has seen) or ``behind_upgrade`` (bytes after a request for another protocol).
-        """
-
-    def crashed(self, exc: BaseException) -> None:
-        """A handler or a callback of its raised what it must not; the client got a 500 if any."""
-
-    def overflow(self) -> None:
-        """A connection that showed a capability was closed: ``connections_max`` others had."""
-
-    def exhausted(self) -> None:
-        """The process is at its last descriptors, and no stranger holds one of them."""
-
-
 class EdgeConnection(web.RequestHandler):
     """One connection, as an asyncio protocol; aiohttp calls the methods it overrides."""
 
     __slots__ = (
         *("server", "authenticated", "stranger", "streaming", "unread"),
-        *("_arrived", "_began", "_bye", "_fault", "_first", "_poller", "_reported", "_tail"),
-        *("_taking",),
+        *("_arrived", "_began", "_bye", "_fault", "_first", "_left", "_poller", "_reported"),
+        *("_tail", "_taking"),
     )
 
     def __init__(self, server: EdgeServer, **options: Any) -> None:
@@ -77,6 +57,7 @@ class EdgeConnection(web.RequestHandler):
         self._began: deque[float] = deque()  # first bytes of the requests in `_messages`
         self._first: float | None = None  # first byte of a request whose headers are not whole
         self._taking: StreamReader | None = None  # the body that next bytes belong to
+        self._left: float | None = None  # loop time at which the peer was found gone
         self._fault: str | None = None  # why nothing more of this connection is parsed
         self._reported = False
         self._tail = b""
@@ -119,8 +100,10 @@ class EdgeConnection(web.RequestHandler):
             server.settle()
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self._leaves()
         if self.unread and exc is not None:
             self.lost(AFTER_WRITE)
+        self.unread.clear()  # a callback may hold the request, and that this connection
         if self._fault is None and (self._first is not None or self._messages):
             self._fault = "cut_off" if self._first is not None else "abandoned"
         self._report()
@@ -138,6 +121,7 @@ class EdgeConnection(web.RequestHandler):
             self.server.settle()
 
     def eof_received(self) -> None:
+        self._leaves()
         if self.unread and self.polled() & select.POLLERR:  # a reset behind the FIN
             self.lost(AFTER_WRITE)
 
@@ -295,6 +279,16 @@ class EdgeConnection(web.RequestHandler):
     def closing(self) -> bool:
         """Whether the transport knows that no byte can be sent any more."""
         return self.transport is None or self.transport.is_closing()
+
+    def left_at(self) -> float | None:
+        """Loop time at which the peer was first found gone; ``None`` while it is here."""
+        if self._left is None and (self.closing() or self.polled()):
+            self._leaves()
+        return self._left
+
+    def _leaves(self) -> None:
+        if self._left is None:
+            self._left = self._loop.time()
 
     def polled(self) -> int:
         """What the kernel knows of the peer, as poll(2) bits; 0 while it is there."""

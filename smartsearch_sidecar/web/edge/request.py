@@ -1,4 +1,6 @@
-"""One request: what was sent, its body, the bytes of its answer and the one place they go."""
+"""One request: what was sent, its body, the bytes of its answer and the one place they go; and what
+is told where there is none.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,27 @@ INTERNAL_ERROR: Final = (
 )
 HANDED_OVER: Final = "An answer has begun on this request; a second one cannot follow."
 CLOSE: Final = b"Connection: close\r\n\r\n"  # how the head of a connection's last answer ends
+
+
+class EdgeObserver(Protocol):
+    """Is told of what no handler sees; called on the loop, must neither raise nor block."""
+
+    def malformed(self, reason: str, authenticated: bool) -> None:
+        """A connection brought bytes that are no request, or left within one; once a connection.
+
+        ``authenticated``: its bytes carried the execute capability. ``reason``: the name of the
+        parser's error, ``cut_off`` (left within headers), ``abandoned`` (left with whole requests
+        no handler has seen) or ``behind_upgrade`` (bytes after a request for another protocol).
+        """
+
+    def crashed(self, exc: BaseException) -> None:
+        """A handler or a callback of its raised what it must not; the client got a 500 if any."""
+
+    def overflow(self) -> None:
+        """A connection that showed a capability was closed: ``connections_max`` others had."""
+
+    def exhausted(self) -> None:
+        """The process is at its last descriptors, and no stranger holds one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +130,7 @@ class Connection(Protocol):
     def ending(self) -> bool: ...
     def next_began(self) -> float: ...
     def closing(self) -> bool: ...
+    def left_at(self) -> float | None: ...
     def polled(self) -> int: ...
     def write(self, data: bytes) -> None: ...
     def tell(self, on_lost: Callable[[str], None], stage: str) -> None: ...
@@ -185,6 +209,10 @@ class EdgeRequest(web.BaseRequest):
         """Whether the client has left, as far as transport and kernel can tell; about 0.5 us."""
         connection = self._connection
         return connection.closing() or connection.polled() != 0
+
+    def left_at(self) -> float | None:
+        """Loop time at which the client was first found to have left; ``None`` while it is here."""
+        return self._connection.left_at()
 
     async def body(self, length: int, seconds: float) -> bytes:
         """The body's ``length`` bytes, as sent; a client that asked first is told to go on.
