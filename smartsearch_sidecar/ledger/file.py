@@ -29,7 +29,7 @@ LOCK = "lock"
 ROOM = "latch.room"
 JOURNAL = "journal"
 
-_LOOKED_AT = (LOCK, CLAIM, LATCH)
+_LOOKED_AT = (LOCK, CLAIM, LATCH, ROOM)
 
 _SEGMENT = re.compile(r"[0-9]{6,12}\.jsonl", re.ASCII)
 _OURS = re.compile(
@@ -278,7 +278,7 @@ class RunFiles:
         finally:
             self.disk.close(fd)
         self._sync_directory(self.directory)
-        if name in (CLAIM, LATCH):
+        if name in _LOOKED_AT:
             self._keep(self.directory / name)
         self.disk.point(f"{name}:after")
 

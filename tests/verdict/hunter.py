@@ -41,7 +41,7 @@ from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, TRUTH, write_files
 from tests.fakes.until import until
 from tests.verdict import files
 from tests.verdict.hunted import passages
-from tests.verdict.plan import Plan, Step, plan
+from tests.verdict.plan import SWAPPED, Plan, Step, plan
 from tests.verdict.wire import HOST, Address, Came, Proxy, call, request, search, strangers
 from tests.web.rawclient import RawClient
 
@@ -304,7 +304,7 @@ class Hunt:
     async def _play(self, rollout: Rollout, asks: list[dict[str, Any]]) -> None:
         for asked in asks:
             await self._turn(rollout, **asked)
-        if rollout.form == "answer of another query" and len(rollout.turns) > 1:
+        if rollout.form == SWAPPED and len(rollout.turns) > 1:
             first, second = rollout.turns[0], rollout.turns[1]
             if first.text != second.text:
                 rollout.turns[1] = rollouts.Turn(second.query, first.text)

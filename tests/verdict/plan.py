@@ -16,6 +16,8 @@ from typing import Any
 
 from tests.verdict.wire import CROWDS, STRANGERS
 
+FLAVOURS = ("harmless", "judged", "judged", "unjudged", "unjudged")
+
 OFF: dict[str, str] = {
     "spelling": "verdict.md: another spelling of a request (a slash, GET) is not counted yet",
     "crowd": "verdict.md: a crowd of strangers reaches connections_max, or is taken for a rollout",
@@ -169,10 +171,11 @@ FATES: dict[str, Fault] = {
 }
 """What becomes of a request in the proxy; without one it takes the direct way."""
 
+SWAPPED = "answer of another query"
 FORMS: dict[str, Fault] = {
     "glued by a space": Fault("form", unseen=True),
     "cut within a block": Fault("form", unseen=True),
-    "answer of another query": Fault("form", unseen=True),
+    SWAPPED: Fault("form", unseen=True),
 }
 """What the trainer's own code makes of a rollout's text, where not what it should."""
 
@@ -203,10 +206,10 @@ class _Drawing:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._rng = Random(f"hunt {seed}")
-        self._flavour = self._rng.choice(("harmless", "judged", "judged", "unjudged"))
+        self._flavour = self._rng.choice(FLAVOURS)
         self._asked = 0
-        # After one or two that are not harmless a run has failed nearly always.
-        self._hard = 0 if self._flavour == "harmless" else self._rng.randint(1, 2)
+        # How many faults that are not harmless are still to come: a run seldom outlives more.
+        self._hard = 0 if self._flavour == "harmless" else self._rng.randint(1, 3)
 
     def plan(self) -> Plan:
         rng = self._rng
@@ -236,6 +239,9 @@ class _Drawing:
         steps = [self._play()]
         if rng.random() < 0.4:
             steps += self._between()
+        if self._struck(steps) and rng.random() < 0.6:
+            again = rng.choice(("stopped", "killed", "changed while stopped"))
+            steps.append(Step(again, FAULTS[again].draw(rng)))
         if self._flavour != "unjudged":
             values: dict[str, Any] = {"together": rng.random() < 0.5, "again": rng.random() < 0.3}
             steps.append(Step("reward", values))
@@ -251,6 +257,12 @@ class _Drawing:
         found = self._draw(FAULTS)
         return [] if found is None else [Step(found, FAULTS[found].draw(self._rng))]
 
+    def _struck(self, steps: list[Step]) -> bool:
+        """Whether disk or files were: a restart then has something to forget."""
+        names = [*(step.name for step in steps), *steps[0].values.get("beside", ())[:1]]
+        kinds = [FAULTS[name] for name in names if name in FAULTS]
+        return any(kind.of in ("disk", "files") and not kind.harmless for kind in kinds)
+
     def _allowed(self, fault: Fault, *, hard: bool) -> bool:
         if fault.of in OFF or fault.harmless is hard:
             return False
@@ -260,7 +272,7 @@ class _Drawing:
 
     def _draw(self, table: Mapping[str, Fault], *, beside: bool = False) -> str | None:
         """A kind of the table that this hunt may have, its class drawn first."""
-        hard = self._hard > 0 and self._rng.random() < 0.5
+        hard = self._hard > 0 and self._rng.random() < 0.6
         kinds: dict[str, list[str]] = {}
         for name, fault in table.items():
             if self._allowed(fault, hard=hard) and (fault.beside or not beside):
@@ -273,7 +285,7 @@ class _Drawing:
     def _play(self) -> Step:
         """Rollouts side by side, and perhaps a fault while they play."""
         rng = self._rng
-        turns = rng.randint(1, 3)
+        turns = rng.randint(1, 4)
         asks = [[self._ask() for _ in range(turns)] for _ in range(rng.randint(1, 4))]
         values: dict[str, Any] = {"asks": asks}
         if rng.random() < 0.5 and (found := self._draw(FAULTS, beside=True)) is not None:
@@ -281,6 +293,9 @@ class _Drawing:
             values["beside"] = [found, FAULTS[found].draw(rng)]
         if self._flavour == "judged" and (form := self._draw(FORMS)) is not None:
             values["form"] = form
+            if form != SWAPPED:  # it hides a failure only where there is one
+                unseen = sorted(fate for fate, fault in FATES.items() if fault.unseen)
+                rng.choice(asks)[-1]["fate"] = rng.choice(unseen)
         return Step("play", values)
 
     def _ask(self) -> dict[str, Any]:

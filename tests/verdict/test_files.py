@@ -55,6 +55,8 @@ ACTS: dict[str, Act] = {
     "claim changed": lambda run: (run / "claim.json").write_bytes(b"{}"),
     "claim replaced": lambda run: replaced(run / "claim.json"),
     "lock removed": lambda run: (run / "lock").unlink(),
+    "room removed": lambda run: (run / "latch.room").unlink(),
+    "room replaced": lambda run: replaced(run / "latch.room"),
     "latch written by another": lambda run: (run / "latch.json").write_bytes(b"{}"),
 }
 SEEN_AT_THE_NEXT_BATCH = {name for name in ACTS if name.split()[0] in ("directory", "segment")} | {
