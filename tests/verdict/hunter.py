@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import CheckpointReceipt, verify
 from tests.fakes import rollouts
+from tests.fakes.forked import Forked
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.process import command
 from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, TRUTH, write_files
@@ -141,7 +142,8 @@ class Hunt:
             f"/hunt-{drawn.seed}-internal-{'i' * 32}",
         )
         self._helper_url = helper_url
-        self._process: Any = None
+        self._process: Forked | None = None
+        self._output = folder / "run.log"
         self._address: Address = NOBODY
         self._rollouts = 0
         self._open: list[RawClient] = []
@@ -157,7 +159,7 @@ class Hunt:
                     await self.act(step)
                 await self._end()
         except Exception as exc:
-            said = (self._folder / "run.log").read_text(errors="replace")[-2000:]
+            said = self._output.read_text(errors="replace")[-2000:]
             story = "\n".join([f"{exc}", "", str(self.plan), "", *self.log, "", said])
             raise Violation(story) from exc
         finally:
@@ -211,8 +213,8 @@ class Hunt:
         beside.write_text(json.dumps(self._says))
         beside.rename(self._control)
 
-    async def _start(self) -> bool:
-        """Starts or resumes; whether it serves."""
+    def _spawn(self) -> Forked:
+        """A new process on the run's directory."""
         order = {
             "directory": str(self.directory),
             "keys": self._keys(),
@@ -220,11 +222,14 @@ class Hunt:
             "passage_bytes": self.plan.passage_bytes,
             "resume": self._lives > 0,
         }
-        self._lives += 1
-        log = self._folder / "run.log"
-        process = self._process = command(
-            "tests.verdict.hunted", json.dumps(order), folder=self._folder, out=log
+        return command(
+            "tests.verdict.hunted", json.dumps(order), folder=self._folder, out=self._output
         )
+
+    async def _start(self) -> bool:
+        """Starts or resumes; whether it serves."""
+        process = self._process = self._spawn()
+        self._lives += 1
         path = self.directory / "endpoints.json"
 
         def ready() -> bool:
@@ -242,7 +247,7 @@ class Hunt:
         self._address = (HOST, int(url.port or 0))
         return True
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         """Sends a signal to the daemon, where it still runs."""
         if self._process is not None:
             self._process.send_signal(number)
@@ -348,7 +353,7 @@ class Hunt:
         if not played:
             return
         items = [{"solution_str": one.text(), "ground_truth": TRUTH} for one in played]
-        parts = [(played, "/reward/batch", {"items": items})]
+        parts: list[tuple[list[Rollout], str, Any]] = [(played, "/reward/batch", {"items": items})]
         if not together:
             each = zip(played, items, strict=True)
             parts = [([rollout], "/reward", item) for rollout, item in each]
@@ -443,9 +448,9 @@ class Hunt:
 
     async def stand_still(self, seconds: float) -> None:
         """The process is stopped for some seconds, as a machine that is short of memory does it."""
-        self.signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         await asyncio.sleep(seconds)
-        self.signal(signal.SIGCONT)
+        self.send(signal.SIGCONT)
 
     async def restart(
         self,
@@ -459,7 +464,7 @@ class Hunt:
         for number, sent in enumerate(signals):
             if number:
                 await asyncio.sleep(after)
-            self.signal(sent)
+            self.send(sent)
         await self.ended()
         if act is not None:
             self.untouched = False
@@ -467,6 +472,24 @@ class Hunt:
             if await asyncio.to_thread(files_do) and act in files.MUST_BE_SEEN:
                 self.trainer.must_have_failed(f"{act} while it was down")
         await self.resume(**resume)
+
+    async def second_process(self) -> None:
+        """Another process would serve the same directory: it is refused, and the first goes on."""
+        if self._process is None:
+            return
+        second = self._spawn()
+        try:
+            await until(lambda: second.poll() is not None, seconds=END_SECONDS, pause=0.01)
+        finally:
+            second.kill()
+        if second.poll() != 2:
+            raise Violation(f"a second process on the directory ended with {second.poll()}")
+
+    async def closed_by_hand(self) -> None:
+        """The operator closes the latch."""
+        came = await self.internal("/latch", {"reason": "by hand"})
+        if came.status == 200:
+            self.trainer.must_have_failed("the operator closed its latch")
 
     async def endpoints_removed(self) -> None:
         """The file that says where it listens is removed: those who know it go on."""
@@ -480,7 +503,7 @@ class Hunt:
         await self.health()
         if self.harmless and (wrong := [one for one in self.trainer.trained if one.wrong]):
             raise Violation(f"a good run did not answer {wrong}")
-        self.signal(signal.SIGTERM)
+        self.send(signal.SIGTERM)
         await self.ended()
         if self.untouched and self.directory.exists():
             await asyncio.to_thread(self._check_history)
@@ -532,6 +555,8 @@ ACTS: dict[str, Act] = {
     "health": Hunt.health,
     "file": Hunt.file,
     "endpoints removed": Hunt.endpoints_removed,
+    "second process": Hunt.second_process,
+    "closed by hand": Hunt.closed_by_hand,
     **dict.fromkeys(
         ("disk full", "disk fails", "disk read-only", "disk hangs", "disk slow"), Hunt.disk
     ),
@@ -571,7 +596,7 @@ async def hunt_seeds(seeds: Iterable[int], folder: Path, helper_url: str) -> lis
 
 async def main(words: list[str]) -> int:
     """Hunts the seeds that are named, ``17`` or ``1000-1500``; prints what each found."""
-    seeds = []
+    seeds: list[int] = []
     for word in words:
         first, _, last = word.partition("-")
         seeds += range(int(first), int(last or first) + 1)

@@ -126,6 +126,8 @@ FAULTS: dict[str, Fault] = {
     "killed while it stands still": Fault("signals", _restart),
     "changed while stopped": Fault("files", _restart_changed, beside=False),
     "changed after a kill": Fault("files", _restart_changed, beside=False),
+    "second process": Fault("processes", harmless=True, beside=False),
+    "closed by hand": Fault("operator"),
     "stranger": Fault(
         "strangers", lambda rng: {"kind": rng.choice(sorted(STRANGERS))}, harmless=True
     ),
