@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG_FIRST = (
     "tests/integrations/test_ray.py",
     "tests/cluster/test_faults.py",
+    "tests/verdict/test_hunter.py",
     "tests/config/test_deployment.py",
     "tests/parity/test_sequences.py",
     "tests/retrieval/test_flashrag_process.py",

@@ -267,6 +267,7 @@ class Hunt:
             self.trainer.said_healthy("the process ended with exit code 0")
         elif code != -signal.SIGKILL:
             raise Violation(f"the process ended with {code}")
+        self._must_be_good(code == 0, "the process of a good run ended with", code)
 
     async def resume(self, *, down: float = 0.0, clock: float | None = None) -> None:
         """Serves the run again, as a supervisor does; once more where the disk kept it from it."""
@@ -281,8 +282,7 @@ class Hunt:
             if await self._start():
                 return
             self._process = None
-        if self.harmless:
-            raise Violation("the run was not resumed")
+        self._must_be_good(False, "a good run was not resumed", self.log[-1])
 
     # --- rollouts and trainer ---------------------------------------------------------------------
 
@@ -333,6 +333,7 @@ class Hunt:
             self._answered(query, came)
             self.trainer.arrived[query] += 2 if "twice" in f"{how} {fate}" else 1
             return
+        self._must_be_good(False, "a rollout of a good run got no answer", came.text)
         rollout.wrong.append(query)
         self.note(f"rollout {rollout.number}, {query!r}: {came.text[:60]}")
         if came.status is not None and fate is None:
@@ -370,6 +371,7 @@ class Hunt:
         if came.status == 200:
             given = came.value.get("rewards", [came.value])
             return [(one["split"], one["number"], one["reward"]) for one in given]
+        self._must_be_good(False, "a good run gave no reward", came.value)
         if came.status is not None:
             self.trainer.must_have_failed(f"a reward was refused with {came.text!r}")
         return None
@@ -401,8 +403,7 @@ class Hunt:
             self.trainer.accepted(came.value)
         elif came.status is not None:
             self._said(came)
-        if self.harmless and came.status != 201:
-            raise Violation(f"the checkpoint of a good run was refused: {came.value}")
+        self._must_be_good(came.status == 201, "a checkpoint of a good run was refused", came.value)
 
     async def health(self) -> None:
         """Asks how the run is."""
@@ -411,8 +412,12 @@ class Hunt:
             self.trainer.gate_opened("/health says healthy")
         elif came.status is not None:
             self._said(came)
-        if self.harmless and came.status != 200:
-            raise Violation(f"a good run is not healthy: {came.value}")
+        self._must_be_good(came.status == 200, "a good run is not healthy", came.value)
+
+    def _must_be_good(self, good: bool, otherwise: str, found: object) -> None:
+        """Raises where a run that met nothing but what is harmless is not as it should be."""
+        if self.harmless and not good:
+            raise Violation(f"{otherwise}: {found}")
 
     def _said(self, came: Came) -> None:
         value = came.value if isinstance(came.value, dict) else {}
@@ -501,8 +506,6 @@ class Hunt:
     async def _end(self) -> None:
         await self.checkpoint(99)
         await self.health()
-        if self.harmless and (wrong := [one for one in self.trainer.trained if one.wrong]):
-            raise Violation(f"a good run did not answer {wrong}")
         self.send(signal.SIGTERM)
         await self.ended()
         if self.untouched and self.directory.exists():
