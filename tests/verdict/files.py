@@ -47,6 +47,46 @@ def appended(path: Path, data: bytes) -> None:
         stream.write(data)
 
 
+def cut_to_an_earlier_end(run: Path) -> None:
+    """The journal ends where the run was closed before, and no latch lies beside it."""
+    path = last_segment(run)
+    *lines, _ = path.read_bytes().splitlines(keepends=True)
+    while lines and b'"kind":"run.closed"' not in lines[-1]:
+        lines.pop()
+    if not lines:
+        raise FileNotFoundError("it was never closed before")
+    path.write_bytes(b"".join(lines))
+    (run / "latch.json").unlink(missing_ok=True)
+
+
+def keep_backup(run: Path) -> None:
+    """A copy of the directory beside it, where there is none yet."""
+    if not _backup(run).exists():
+        shutil.copytree(run, _backup(run))
+
+
+def _backup(run: Path) -> Path:
+    return run.with_name("backup")
+
+
+def put_back(run: Path) -> None:
+    """The copy is put in the directory's place."""
+    if not _backup(run).exists():
+        raise FileNotFoundError(_backup(run))
+    shutil.rmtree(run)
+    shutil.copytree(_backup(run), run)
+
+
+def last_seq(run: Path) -> int:
+    """The number of the last whole record, 0 without one."""
+    seq = 0
+    with contextlib.suppress(OSError):
+        for line in last_segment(run).read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                seq = json.loads(line)["seq"]
+    return seq
+
+
 def _remove(name: str) -> Act:
     return lambda run, place: (run / name).unlink()
 
@@ -69,6 +109,8 @@ ACTS: dict[str, Act] = {
     "room removed": _remove("latch.room"),
     "room replaced": lambda run, place: replaced(run / "latch.room"),
     "latch removed": _remove("latch.json"),
+    "history cut": lambda run, place: cut_to_an_earlier_end(run),
+    "put back": lambda run, place: put_back(run),
     "latch written by another": lambda run, place: (run / "latch.json").write_bytes(b"{}"),
 }
 

@@ -1,8 +1,8 @@
 """The daemon that is hunted: ``python -m tests.verdict.hunted ORDER``, a process of its own.
 
 Its disk and its wall clock obey a file, so that the hunter can strike either while it serves. The
-order is a JSON object: ``directory``, ``keys`` of the configuration, ``control`` (the file) and
-``resume``.
+order is a JSON object: ``directory``, ``keys`` of the configuration, ``control`` (the file),
+``passage_bytes``, ``resume``, and with it ``more`` of what a resume may be given.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import uvloop
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import Disk, OneCallDisk
+from smartsearch_sidecar.ledger.verify import CheckpointReceipt
 from smartsearch_sidecar.process.daemon import Daemon
 from tests.fakes import wrong_clock
 from tests.fakes.provider import FakeProvider, documents_for
@@ -142,11 +143,20 @@ def passages(query: str, passage_bytes: int) -> list[dict[str, Any]]:
     return found
 
 
-async def _serve(order: dict[str, Any], passage_bytes: int) -> int:
+async def _serve(order: dict[str, Any]) -> int:
     directory = Path(order["directory"])
     disk = ObedientDisk(Path(order["control"]))
     config = configured(directory, **order["keys"])
-    daemon = Daemon(config, disk=disk, provider=SlowProvider(passage_bytes), resume=order["resume"])
+    more = order["more"]
+    if "receipt" in more:
+        more["receipt"] = CheckpointReceipt.parse(more["receipt"].encode())
+    daemon = Daemon(
+        config,
+        disk=disk,
+        provider=SlowProvider(order["passage_bytes"]),
+        resume=order["resume"],
+        **more,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
@@ -161,7 +171,7 @@ def main() -> int:
     wrong_clock.turn_back()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(order, order["passage_bytes"]))
+            return runner.run(_serve(order))
     except errors.SidecarError as exc:
         print(f"{exc.code}: {exc.message}", file=sys.stderr)
         return 2

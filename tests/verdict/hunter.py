@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -42,7 +41,7 @@ from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, TRUTH, write_files
 from tests.fakes.until import until
 from tests.verdict import files
 from tests.verdict.hunted import passages
-from tests.verdict.plan import SWAPPED, Plan, Step, plan
+from tests.verdict.plan import OFF, SWAPPED, Plan, Step, plan
 from tests.verdict.wire import HOST, Address, Came, Proxy, call, request, search, strangers
 from tests.web.rawclient import RawClient
 
@@ -51,6 +50,8 @@ END_SECONDS = 40.0
 TRAINER_SECONDS = 20.0
 SETTLE_SECONDS = 2
 HUNTS_AT_ONCE = 4
+HISTORY = {"history cut", "moved directory"}
+"""Classes that a resume can only see by the last receipt of the trainer."""
 NOBODY: Address = (HOST, 1)
 
 
@@ -213,9 +214,15 @@ class Hunt:
         beside.write_text(json.dumps(self._says))
         beside.rename(self._control)
 
-    def _spawn(self) -> Forked:
-        """A new process on the run's directory."""
+    def _spawn(self, *, at_rest: bool = False) -> Forked:
+        """A new process on the run's directory; ``at_rest``: the trainer stood still meanwhile."""
+        more: dict[str, Any] = {}
+        if self._lives and at_rest and "gap" not in OFF:
+            more["trainer_stopped"] = True
+        if self._lives and self.trainer.receipts and not OFF.keys() >= HISTORY:
+            more["receipt"] = json.dumps(self.trainer.receipts[-1][0])
         order = {
+            "more": more,
             "directory": str(self.directory),
             "keys": self._keys(),
             "control": str(self._control),
@@ -226,9 +233,9 @@ class Hunt:
             "tests.verdict.hunted", json.dumps(order), folder=self._folder, out=self._output
         )
 
-    async def _start(self) -> bool:
+    async def _start(self, *, at_rest: bool = False) -> bool:
         """Starts or resumes; whether it serves."""
-        process = self._process = self._spawn()
+        process = self._process = self._spawn(at_rest=at_rest)
         self._lives += 1
         path = self.directory / "endpoints.json"
 
@@ -269,17 +276,17 @@ class Hunt:
             raise Violation(f"the process ended with {code}")
         self._must_be_good(code == 0, "the process of a good run ended with", code)
 
-    async def resume(self, *, down: float = 0.0, clock: float | None = None) -> None:
+    async def resume(self, *, at_rest: bool, down: float = 0.0, clock: float | None = None) -> None:
         """Serves the run again, as a supervisor does; once more where the disk kept it from it."""
         await asyncio.sleep(down)
         if clock is not None:
             self.control(clock=clock)
-        if await self._start():
+        if await self._start(at_rest=at_rest):
             return
         self._process = None
         if self._says["disk"] != "ok":
             self.control(disk="ok")
-            if await self._start():
+            if await self._start(at_rest=at_rest):
                 return
             self._process = None
         self._must_be_good(False, "a good run was not resumed", self.log[-1])
@@ -460,6 +467,7 @@ class Hunt:
     async def restart(
         self,
         signals: tuple[signal.Signals, ...],
+        at_rest: bool,
         after: float = 0.0,
         act: str | None = None,
         place: int = 0,
@@ -473,10 +481,20 @@ class Hunt:
         await self.ended()
         if act is not None:
             self.untouched = False
-            files_do = functools.partial(files.do, self.directory, act, place)
-            if await asyncio.to_thread(files_do) and act in files.MUST_BE_SEEN:
-                self.trainer.must_have_failed(f"{act} while it was down")
-        await self.resume(**resume)
+            await asyncio.to_thread(self._change, act, place)
+        if "history cut" not in OFF and self.directory.exists():
+            await asyncio.to_thread(files.keep_backup, self.directory)
+        await self.resume(at_rest=at_rest, **resume)
+
+    def _change(self, act: str, place: int) -> None:
+        """Something is done to the files of a run that is not served."""
+        if not files.do(self.directory, act, place):
+            return
+        lost = any(
+            receipt["seq"] > files.last_seq(self.directory) for receipt, _ in self.trainer.receipts
+        )
+        if act in files.MUST_BE_SEEN or lost:
+            self.trainer.must_have_failed(f"{act} while it was down")
 
     async def second_process(self) -> None:
         """Another process would serve the same directory: it is refused, and the first goes on."""
@@ -543,9 +561,9 @@ Act = Callable[..., Awaitable[None]]
 TERM, KILL, STOP = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP
 
 
-def _restarting(*signals: signal.Signals) -> Act:
+def _restarting(*signals: signal.Signals, at_rest: bool = False) -> Act:
     async def act(hunt: Hunt, **values: Any) -> None:
-        await hunt.restart(signals, **values)
+        await hunt.restart(signals, at_rest, **values)
 
     return act
 
@@ -565,9 +583,9 @@ ACTS: dict[str, Act] = {
     ),
     "clock steps": Hunt.clock,
     **dict.fromkeys(("stands still", "stands still long"), Hunt.stand_still),
-    "stopped": _restarting(TERM),
+    "stopped": _restarting(TERM, at_rest=True),
     "stopped under load": _restarting(TERM),
-    "changed while stopped": _restarting(TERM),
+    "changed while stopped": _restarting(TERM, at_rest=True),
     "stopped twice": _restarting(TERM, TERM),
     "stopped and killed": _restarting(TERM, KILL),
     "killed": _restarting(KILL),

@@ -231,6 +231,8 @@ class _Drawing:
         if self._flavour != "harmless":
             keys |= {"execute__deadline_seconds": 1.0, "server__body_seconds": 1.0}
             keys |= {"ledger__stall_seconds": 1}
+        elif "repeat" not in OFF:
+            keys["execute__on_undelivered"] = "replay"
         if self._flavour == "judged":
             keys["execute__on_undelivered"] = rng.choice(("latch", "record"))
             keys["run__on_unclean_restart"] = rng.choice(("latch", "report"))
