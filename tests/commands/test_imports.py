@@ -22,7 +22,15 @@ NEEDED = {
     "smartsearch_sidecar.commands.check",
     "smartsearch_sidecar.errors",
 }
-HEAVY = {"aiohttp", "orjson", "prometheus_client", "structlog", "tantivy", "uvloop", "rich.progress"}
+HEAVY = {
+    "aiohttp",
+    "orjson",
+    "prometheus_client",
+    "structlog",
+    "tantivy",
+    "uvloop",
+    "rich.progress",
+}
 # Of an index only the files are read, and a bar is drawn for a person alone.
 NOT_TO_SERVE = {
     "rich.progress",
