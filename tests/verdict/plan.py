@@ -25,6 +25,8 @@ OFF: dict[str, str] = {
     "repeat": "verdict.md: a client that asks again for a lost answer still closes the run",
     "form": "verdict.md: glue, cut blocks and answers of another query are not judged yet",
     "moved directory": "verdict.md: a run whose directory is gone is begun anew by --resume",
+    "read-only report": "docs/formats.md: a disk that takes no write keeps no latch, and with "
+    "on_unclean_restart = report the next start goes on",
     "latch removed": "latch.json alone has the failure of a ledger that took no record of it",
     "history cut": "verdict.md: an earlier, whole history is taken for the run without a receipt",
 }
@@ -225,7 +227,11 @@ class _Drawing:
         if rng.random() < 0.5:
             steps += [Step("stopped", _restart(rng)), Step("checkpoint", {"step": episodes})]
         fat = rng.random() < 0.1
-        return Plan(self._seed, self._flavour, 60_000 if fat else 0, self._keys(), tuple(steps))
+        keys = self._keys()
+        named = [name for step in steps for name in (step.name, *step.values.get("beside", ()))]
+        if "read-only report" in OFF and "disk read-only" in named:
+            keys.pop("run__on_unclean_restart", None)
+        return Plan(self._seed, self._flavour, 60_000 if fat else 0, keys, tuple(steps))
 
     def _keys(self) -> dict[str, Any]:
         rng = self._rng
