@@ -72,6 +72,7 @@ STOPPED_ACTS = (
     *("journal removed", "segment unlinked", "segment overwritten", "segment cut short"),
     *("claim removed", "claim changed", "latch removed", "room removed", "lock removed"),
 )
+HISTORY_ACTS = ("history cut", "put back")
 MOVED = ("directory removed", "directory renamed")
 
 
@@ -97,7 +98,7 @@ def _restart_changed(rng: Random) -> dict[str, Any]:
     acts = [act for act in STOPPED_ACTS if act not in OFF]
     values = {**_restart(rng), "act": rng.choice(acts), "place": rng.randint(1, 60)}
     if "history cut" not in OFF and rng.random() < 0.3:
-        values["act"] = rng.choice(("history cut", "put back"))
+        values["act"] = rng.choice(HISTORY_ACTS)
     return values
 
 
