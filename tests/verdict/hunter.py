@@ -405,7 +405,10 @@ class Hunt:
 
     async def checkpoint(self, step: int) -> None:
         """Asks the gate."""
-        came = await self.internal(f"/checkpoints?settle={SETTLE_SECONDS}", {"step": step})
+        wanted: dict[str, Any] = {"step": step}
+        if "gap" not in OFF:
+            wanted["allow_idle"] = True
+        came = await self.internal(f"/checkpoints?settle={SETTLE_SECONDS}", wanted)
         if came.status == 201:
             self.trainer.accepted(came.value)
         elif came.status is not None:
