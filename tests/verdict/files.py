@@ -114,6 +114,9 @@ ACTS: dict[str, Act] = {
     "latch written by another": lambda run, place: (run / "latch.json").write_bytes(b"{}"),
 }
 
+SEEN_BY_READING = frozenset({"segment overwritten"})
+"""What a look at the files does not show: a checkpoint reads them."""
+
 MUST_BE_SEEN = frozenset(
     {"journal removed", "segment unlinked", "segment overwritten", "claim removed", "claim changed"}
 )

@@ -418,7 +418,9 @@ class Hunt:
     async def health(self) -> None:
         """Asks how the run is."""
         came = await self.internal(f"/health?settle={SETTLE_SECONDS}")
-        if came.status == 200:
+        if came.status == 200 and self.trainer.broken in files.SEEN_BY_READING:
+            self.trainer.said_healthy("/health says healthy")
+        elif came.status == 200:
             self.trainer.gate_opened("/health says healthy")
         elif came.status is not None:
             self._said(came)

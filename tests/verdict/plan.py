@@ -24,7 +24,8 @@ OFF: dict[str, str] = {
     "gap": "verdict.md: what was refused while a run was down is not known without rewards",
     "repeat": "verdict.md: a client that asks again for a lost answer still closes the run",
     "form": "verdict.md: glue, cut blocks and answers of another query are not judged yet",
-    "moved directory": "verdict.md: a run whose directory is gone is begun anew by --resume",
+    "moved directory": "a run whose directory is gone before its first receipt is begun anew by "
+    "--resume, which is documented",
     "read-only report": "docs/formats.md: a disk that takes no write keeps no latch, and with "
     "on_unclean_restart = report the next start goes on",
     "latch removed": "latch.json alone has the failure of a ledger that took no record of it",
