@@ -22,6 +22,7 @@ OFF: dict[str, str] = {
     "spelling": "verdict.md: another spelling of a request (a slash, GET) is not counted yet",
     "crowd": "verdict.md: a crowd of strangers reaches connections_max, or is taken for a rollout",
     "gap": "verdict.md: what was refused while a run was down is not known without rewards",
+    "stall": "verdict.md: while a process is stopped, the deadline of what waits does not run",
     "repeat": "verdict.md: a client that asks again for a lost answer still closes the run",
     "form": "verdict.md: glue, cut blocks and answers of another query are not judged yet",
     "moved directory": "a run whose directory is gone before its first receipt is begun anew by "
@@ -119,7 +120,7 @@ FAULTS: dict[str, Fault] = {
     "stands still": Fault(
         "clock", lambda rng: {"seconds": round(rng.uniform(0.02, 0.2), 3)}, harmless=True
     ),
-    "stands still long": Fault("clock", lambda rng: {"seconds": round(rng.uniform(1.1, 2.0), 3)}),
+    "stands still long": Fault("stall", lambda rng: {"seconds": round(rng.uniform(1.1, 2.0), 3)}),
     "stopped": Fault("signals", _restart, harmless=True, beside=False),
     "stopped under load": Fault("signals", _restart, unseen=True),
     "stopped twice": Fault("signals", _restart, unseen=True),
