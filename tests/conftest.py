@@ -37,6 +37,7 @@ LONG_FIRST = (
     "tests/web/test_page.py",
     "tests/test_fault_matrix.py",
     "tests/cluster/test_faults.py",
+    "tests/verdict/test_hunter.py",
     "tests/parity/test_sequences.py",
     "tests/config/test_deployment.py",
     "tests/cluster/test_membership_wired.py",

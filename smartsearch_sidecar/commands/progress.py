@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 PLAIN_SECONDS = 2.0
 MIB = 1024 * 1024
@@ -22,6 +21,9 @@ def verification(what: str = "verifying the index") -> Iterator[Callable[[int, i
         show = plain_lines()
         yield lambda done, total: show(lambda: f"{what}: {done // MIB} of {total // MIB} MiB")
         return
+    # Only for a person who looks: a daemon that a supervisor starts does not wait for it.
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task(what, total=None)

@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
 from typer import Option
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Client, Endpoints
-from smartsearch_sidecar.commands.index import build_if_missing
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.errors import GOING_ON, remedy
@@ -114,6 +110,7 @@ def demo(
     ] = False,
 ) -> None:
     """Show the sidecar at work on real Wikipedia text, then serve until Ctrl-C."""
+    from smartsearch_sidecar.commands.index import build_if_missing
     from smartsearch_sidecar.process import daemon
 
     if not config.is_file():
@@ -151,6 +148,10 @@ def demo(
 
 
 def _show(config: Config, endpoints: Endpoints, question: str) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
     answer = Client(endpoints.sandbox_url).execute(question, config.execute.environment)
     if answer.status != 200:
         raise errors.INTERNAL_ERROR(

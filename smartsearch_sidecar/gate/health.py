@@ -48,6 +48,18 @@ def pending(service: Service) -> bool:
 
 
 async def check(service: Service, seconds: float) -> str:
+    """The state, after up to ``seconds`` for work in flight, also for what begins while it looks:
+    the end of a request whose caller has left, for instance.
+    """
+    now = asyncio.get_running_loop().time
+    end = now() + seconds
+    while True:
+        status = await _look(service, max(0.0, end - now()))
+        if status != "pending" or now() >= end:
+            return status
+
+
+async def _look(service: Service, seconds: float) -> str:
     """The state, after up to ``seconds`` for work in flight and a check of the provider's identity.
     While work is in flight the identity is not asked for: each search checks it too, and the
     provider may answer slowly behind them.

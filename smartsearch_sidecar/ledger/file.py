@@ -114,6 +114,7 @@ class RunFiles:
         self._journal_fd: int | None = None
         # What must stand under each name beside the current segment: device, inode, size.
         self._kept: dict[Path, _Identity] = {}
+        self._claim = b""
         self._unsynced = False  # something of the journal was written and not synced
         self.segment = 0
         self.segment_bytes = 0
@@ -230,7 +231,7 @@ class RunFiles:
         finally:
             self.disk.close(fd)
         self._sync_directory(self.directory)
-        if name in (CLAIM, LATCH):
+        if name in _LOOKED_AT:
             self._keep(self.directory / name)
         self.disk.point(f"{name}:after")
 
@@ -383,13 +384,19 @@ class RunFiles:
     def _keep(self, path: Path) -> None:
         """From now on ``path`` has to stay what it is."""
         self._kept[path] = _identity(os.lstat(path))
+        if path.name == CLAIM:
+            self._claim = path.read_bytes()
 
     def look(self) -> None:
         """Raises ``LEDGER_LOST`` unless each file of the run stands under its name, as large as
-        this process left it. A file that was removed or replaced goes on taking what is written.
+        this process left it, and the claim is what it was. A file that was removed or replaced goes
+        on taking what is written.
         """
         for path, identity in self._kept.items():
             self._look_at(path, identity)
+        claim = self.directory / CLAIM
+        if claim in self._kept and claim.read_bytes() != self._claim:
+            raise errors.LEDGER_LOST(f"{CLAIM} was changed")
         if self._journal_fd is not None:
             self._look_at(self._segment_path, self._current)
         latch = self.directory / LATCH

@@ -36,6 +36,7 @@ IMPORTED = (
     "smartsearch_sidecar.cluster.nats.bus",
     "smartsearch_sidecar.retrieval.bm25.provider",
     "smartsearch_sidecar.retrieval.flashrag.provider",
+    "smartsearch_sidecar.scoring.build",
     "tests.fakes.plugin",
     "tests.fakes.retriever",
     "requests",

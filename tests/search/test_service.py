@@ -293,3 +293,37 @@ async def test_settle_waits_for_work_in_flight(tmp_path: Path) -> None:
         status, health = await settling
         assert (status, health["state"]) == (200, "healthy")
         assert (await asking)[0] == 200
+
+
+class SlowToSay(FakeProvider):
+    """Says who it is, once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+        self.let: asyncio.Event | None = None
+
+    async def identity(self) -> Mapping[str, Any]:
+        let, self.let = self.let, None
+        if let is not None:
+            self.asked.set()
+            await let.wait()
+        return await super().identity()
+
+
+async def test_settle_waits_for_what_begins_while_it_looks(tmp_path: Path) -> None:
+    """A search that begins while the provider is asked who it is has the rest of the time too."""
+    provider = SlowToSay()
+    async with served(tmp_path / "run", provider=provider) as run:
+        let = provider.let = asyncio.Event()
+        settling = asyncio.create_task(run.health(settle=10))
+        await provider.asked.wait()
+        provider.gate = asyncio.Event()
+        asking = asyncio.create_task(run.execute("q"))
+        await until(lambda: provider.under_way == 1)
+        let.set()
+        assert not (await asyncio.wait([settling], timeout=0.1))[0]
+        provider.gate.set()
+        status, health = await settling
+        assert (status, health["state"]) == (200, "healthy")
+        assert (await asking)[0] == 200

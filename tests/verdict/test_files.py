@@ -53,9 +53,11 @@ ACTS: dict[str, Act] = {
     "segment appended to": lambda run: segment(run).write_bytes(segment(run).read_bytes() + b"x"),
     "claim removed": lambda run: (run / "claim.json").unlink(),
     "claim changed": lambda run: (run / "claim.json").write_bytes(b"{}"),
+    "claim overwritten": lambda run: flip(run / "claim.json", 100),
     "claim replaced": lambda run: replaced(run / "claim.json"),
     "lock removed": lambda run: (run / "lock").unlink(),
     "room removed": lambda run: (run / "latch.room").unlink(),
+    "room replaced": lambda run: replaced(run / "latch.room"),
     "latch written by another": lambda run: (run / "latch.json").write_bytes(b"{}"),
 }
 SEEN_AT_THE_NEXT_BATCH = {name for name in ACTS if name.split()[0] in ("directory", "segment")} | {

@@ -48,8 +48,12 @@ class RawClient:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if receive_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        async with asyncio.timeout(PATIENCE):
-            await asyncio.get_running_loop().sock_connect(sock, address)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await asyncio.get_running_loop().sock_connect(sock, address)
+        except BaseException:
+            sock.close()
+            raise
         return cls(sock)
 
     async def send(self, data: bytes) -> bool:
