@@ -19,18 +19,11 @@ from tests.verdict.wire import CROWDS, STRANGERS
 FLAVOURS = ("harmless", "judged", "judged", "unjudged", "unjudged")
 
 OFF: dict[str, str] = {
-    "spelling": "verdict.md: another spelling of a request (a slash, GET) is not counted yet",
-    "crowd": "verdict.md: a crowd of strangers reaches connections_max, or is taken for a rollout",
-    "gap": "verdict.md: what was refused while a run was down is not known without rewards",
-    "stall": "verdict.md: while a process is stopped, the deadline of what waits does not run",
-    "repeat": "verdict.md: a client that asks again for a lost answer still closes the run",
-    "form": "verdict.md: glue, cut blocks and answers of another query are not judged yet",
     "moved directory": "a run whose directory is gone before its first receipt is begun anew by "
     "--resume, which is documented",
     "read-only report": "docs/formats.md: a disk that takes no write keeps no latch, and with "
     "on_unclean_restart = report the next start goes on",
     "latch removed": "latch.json alone has the failure of a ledger that took no record of it",
-    "history cut": "verdict.md: an earlier, whole history is taken for the run without a receipt",
 }
 """Classes of faults that are known and not mended, each with its reason: no hunt has them."""
 
