@@ -508,6 +508,11 @@ SOURCE_CHANGED = _ends(
     _no_score("source_changed"),
     "The scorer's source changed on disk while the run was served: put the verified one back.",
 )
+REFERENCES_CHANGED = _ends(
+    _no_score("references_changed"),
+    "The files of reward.references changed on disk while the run was served: put the claimed ones "
+    "back, and find out what the trainer has read.",
+)
 SCORER_FAILED = _closes(
     ScorerFailed,
     _no_score("scorer_failed"),

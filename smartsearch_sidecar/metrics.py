@@ -61,6 +61,8 @@ TABLE: Final = (
     _row("slots_waiting", "gauge", "Requests waiting for a slot.", "route"),
     _row("oldest_request_seconds", "gauge", "Age of the oldest one unanswered.", "route"),
     _row("connections", "gauge", "Open connections."),
+    _row("loop_stood_still_total", "counter", "Times the event loop stood still over a second."),
+    _row("loop_stood_still_seconds_max", "gauge", "The longest of these times."),
     # --- searches
     _row("search_attempts_total", "counter", "Searches admitted; each counts against the quota."),
     _row("searches_total", "counter", "Searches settled.", "outcome"),
@@ -190,10 +192,6 @@ class Observer:
             step = self._STEPS.get(type(record))
             if step is not None:
                 step(self, record)
-
-    def oldest_score(self) -> float:
-        """Age in seconds of the oldest unsettled score; 0 where every score is settled."""
-        return max(0.0, time.monotonic() - min(self._scores.values(), default=float("inf")))
 
     # --- one step a kind --------------------------------------------------------------------------
 

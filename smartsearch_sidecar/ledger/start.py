@@ -31,6 +31,7 @@ from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.line import FORMAT, claim_digest
 from smartsearch_sidecar.run.record import RunClaimed, SplitQuotas
 from smartsearch_sidecar.run.state import RunState
+from smartsearch_sidecar.stalls import Stalls
 
 MIB = 1024 * 1024
 
@@ -85,6 +86,7 @@ async def begin(
     claim_facts: dict[str, Any],
     *,
     observer: Observer | None = None,
+    stalls: Stalls | None = None,
     join: Join | None = None,
     quota: SharedQuota | None = None,
 ) -> Run:
@@ -137,7 +139,7 @@ async def begin(
         if isinstance(exc, OSError):
             raise _unwritable(files, exc) from None
         raise
-    return Run(state, recorder, writer, quota, heard)
+    return Run(state, recorder, writer, quota, heard, stalls or Stalls())
 
 
 async def _close_if_broken(recorder: Recorder, found: Reopened, config: Config) -> None:

@@ -14,9 +14,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -29,6 +29,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
+from smartsearch_sidecar.gate import health
+from smartsearch_sidecar.gate.sources import FileSources
 from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.ledger.file import ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.recorder import Run
@@ -47,6 +49,7 @@ from smartsearch_sidecar.run.record import RunClosed
 from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.service import Service, ServicePolicy
+from smartsearch_sidecar.stalls import Stalls
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.edge.connection import EdgeServer
 from smartsearch_sidecar.web.edge.server import drain, listen
@@ -80,17 +83,21 @@ class Parts:
     cluster_run: ClusterRun | None
     scoring: Scoring | None = None
     rewards: Rewards | None = None
-    watching: asyncio.Task[None] | None = None
+    sources: FileSources | None = None
+    watching: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def close(self) -> None:
         """Ends what runs beside the requests; the writer is the daemon's to close, last."""
-        if self.watching is not None:
-            self.watching.cancel()
-            await asyncio.wait([self.watching])
+        for task in self.watching:
+            task.cancel()
+        if self.watching:
+            await asyncio.wait(self.watching)
         if self.scoring is not None:
             await self.scoring.close()
         if self.rewards is not None:
             await self.rewards.helper.close()
+        if self.sources is not None:
+            self.sources.close()
         await self.service.retrieval.close()
 
 
@@ -127,6 +134,7 @@ class Daemon:
         self.secrets = tuple(map(_capability, given))
         """The capabilities, to mask them in each log line."""
         self.observer = Observer()
+        self.stalls = Stalls()
         self.app = App(
             Capabilities(*self.secrets),
             body_bytes_max=config.execute.body_bytes_max,
@@ -147,6 +155,23 @@ class Daemon:
 
         Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
         """
+        loop = asyncio.get_running_loop()
+        before = loop.get_exception_handler()
+        loop.set_exception_handler(self._loop_failed)
+        self.stalls.loop.start()
+        try:
+            return await self._run()
+        finally:
+            self.stalls.loop.stop()
+            loop.set_exception_handler(before)
+
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Memory that runs out where no request is served: what was lost there is not known."""
+        loop.default_exception_handler(context)
+        if isinstance(exc := context.get("exception"), MemoryError):
+            self.app.crashed(exc)
+
+    async def _run(self) -> int:
         try:
             # Listening first: reading a long history or a large index must not silence `/livez`.
             port = await self._listen()
@@ -169,7 +194,6 @@ class Daemon:
                 scoring=parts.scoring,
                 observer=self.observer,
                 connections=lambda: edge.open,
-                oldest_began=edge.oldest_began,
                 facts=parts.facts,
                 cluster_run=parts.cluster_run,
             )
@@ -210,6 +234,7 @@ class Daemon:
                 capability_marker=self.app.capability_marker,
                 keepalive_seconds=given.idle_seconds,
                 connections_max=given.connections_max,
+                loop_watch=self.stalls.loop,
             )
             for handler, _, _ in wanted
         ]
@@ -240,6 +265,7 @@ class Daemon:
                 retries=retrieval.retries,
                 drop_tagged=retrieval.on_protocol_tag == "drop",
                 watch_drift=retrieval.on_drift == "latch",
+                stalls=self.stalls,
             )
             await guard.claim_identity()
             facts: dict[str, Any] = {
@@ -254,13 +280,20 @@ class Daemon:
             if config.reward.enabled:
                 from smartsearch_sidecar.scoring.build import open_rewards
 
-                rewards = await open_rewards(config)
+                rewards = await open_rewards(config, self.stalls)
                 facts["reward"] = rewards.facts
                 await rewards.remember(None if found is None else files.directory, cluster_run)
             join = None if cluster_run is None else partial(cluster_run.join, facts)
             observer = self.observer
             run = await begin(
-                files, config, found, facts, observer=observer, join=join, quota=cluster_run
+                files,
+                config,
+                found,
+                facts,
+                observer=observer,
+                stalls=self.stalls,
+                join=join,
+                quota=cluster_run,
             )
         except BaseException:
             if cluster_run is not None:
@@ -276,8 +309,23 @@ class Daemon:
             await cluster_run.begin(parts.service)
         if rewards is not None:
             parts.rewards, parts.scoring = rewards, rewards.scoring(run)
-            parts.watching = asyncio.create_task(rewards.watch(run), name="helper-identity")
+            parts.service.sources = parts.sources = FileSources(run, rewards.look)
+            self._watch(parts, rewards.watch(run), "the watch of the helper")
+        self.stalls.unanswered = self._edges[0].oldest_began
+        self._watch(parts, health.watch(parts.service), "the watch for what is late")
         return parts
+
+    def _watch(self, parts: Parts, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs a watch of the run beside its requests; without it the run does not go on."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (exc := task.exception()) is not None:
+                failure = errors.INTERNAL_ERROR(f"{name} ended in {type(exc).__name__}")
+                parts.run.recorder.close_latch(failure.closes_as, detail=failure.message)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        parts.watching.append(task)
 
     async def _wind_down(self, parts: Parts) -> None:
         run, slots, scoring = parts.run, parts.service.slots, parts.scoring

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import (
@@ -85,10 +85,18 @@ class Answer(NamedTuple):
     others: tuple[int, ...] = ()
 
 
+class Sources(Protocol):
+    """The files that a run was claimed with, beside those of its provider."""
+
+    async def look(self, seconds: float) -> bool:
+        """Whether all of them were looked at in time; one that differs closes the latch."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Service:
     """Everything between the parsed edge and the ledger, for one run. ``on_answer`` is called with
-    the text of every answer before it is handed over, for the provenance of rewards.
+    the text of every answer before it is handed over, for the provenance of rewards. ``sources``
+    are asked by the gate.
     """
 
     run: Run
@@ -96,6 +104,7 @@ class Service:
     retrieval: CachedSearch
     policy: ServicePolicy
     on_answer: Callable[[str], None] | None = None
+    sources: Sources | None = None
 
     def __post_init__(self) -> None:
         self._state = self.run.state
@@ -158,6 +167,15 @@ class Service:
         what answers the request counts it.
         """
         deadline = began + self.policy.deadline_seconds
+        with self.run.stalls.request("rollout", began, deadline, errors.DEADLINE_PASSED):
+            return await self._in_turn(deadline, gone, work)
+
+    async def _in_turn(
+        self,
+        deadline: float,
+        gone: Callable[[], bool],
+        work: Callable[[float], Coroutine[Any, Any, Answer]],
+    ) -> Answer:
         try:
             try:
                 await self.slots.take(deadline)
@@ -182,8 +200,10 @@ class Service:
     async def check_identity(self, deadline: float) -> None:
         """Asks for admission, and then the provider who it is: the last step before a number."""
         self._state.admit_search()
+        late = errors.DEADLINE_PASSED
         try:
-            await run_until_deadline(deadline, self.retrieval.guard.check_identity())
+            with self.run.stalls.call("provider", "identity", deadline, late):
+                await run_until_deadline(deadline, self.retrieval.guard.check_identity())
         except TimeoutError:
             raise errors.DEADLINE_PASSED(
                 "the provider had not said what it serves at the deadline"

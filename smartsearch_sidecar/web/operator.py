@@ -267,7 +267,6 @@ class OperatorRoutes:
                 "remedy": remedy(cause.cause),
                 "going_on": GOING_ON,
             },
-            "oldest_seconds": run.oldest_seconds(),
             "helper_failures": dict(observer.helper_failures),
             "quotas": [
                 {

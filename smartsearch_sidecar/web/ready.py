@@ -48,15 +48,13 @@ class ServedRun:
 
     ``scoring`` is there where rewards are on, ``cluster_run`` where the run has other nodes: then
     what is said is said of the whole run. ``facts`` are its identities as claimed. ``connections``
-    counts the open ones; ``oldest_began`` is the loop time of the oldest unanswered rollout
-    request, infinite where every one is answered.
+    counts the open ones.
     """
 
     service: Service
     scoring: Scoring | None
     observer: Observer
     connections: Callable[[], int]
-    oldest_began: Callable[[], float]
     facts: Mapping[str, Any]
     cluster_run: ClusterRun | None = None
 
@@ -73,10 +71,6 @@ class ServedRun:
             return own
         used = self.cluster_run.used()
         return [replace(quota, used=used.get(quota.resource, quota.used)) for quota in own]
-
-    def oldest_seconds(self) -> float:
-        """Age of the oldest unanswered rollout request; 0 where every one is answered."""
-        return max(0.0, asyncio.get_running_loop().time() - self.oldest_began())
 
 
 def quotas(service: Service) -> list[Quota]:

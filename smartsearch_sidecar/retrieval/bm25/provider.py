@@ -29,6 +29,7 @@ from tantivy import Occur, Query
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.daemon_threads import DaemonThreads
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.analysis import (
     CONTENTS,
@@ -40,7 +41,6 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
 )
 from smartsearch_sidecar.retrieval.bm25.manifest import REBUILD, Manifest, cannot_read, remove
 from smartsearch_sidecar.retrieval.provider import Progress
-from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 
 WORDS_MAX: Final = 32
 """Distinct words of one question that are searched: 4 KB of text cost 2 ms instead of 222 at two
@@ -161,7 +161,8 @@ class Bm25Provider:
                 "engine": manifest.tantivy,
             }
         )
-        self._threads = RetrieverThreads(max(2, len(os.sched_getaffinity(0))), self.name)
+        cores = len(os.sched_getaffinity(0))
+        self._threads = DaemonThreads(max(2, cores), "the index", errors.PROVIDER_FAULT)
 
     async def identity(self) -> Mapping[str, Any]:
         """Corpus and index, as verified; a look at every file says that they still are."""

@@ -5,7 +5,9 @@ factory of connections, which holds what they share.
 from __future__ import annotations
 
 import asyncio
+import os
 import select
+import socket
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -14,6 +16,7 @@ from typing import Any, Final, Protocol, cast
 from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.stalls import LoopWatch
 from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
     BAD_MESSAGE,
@@ -26,6 +29,8 @@ from smartsearch_sidecar.web.edge.request import (
 HALF_CLOSE_SECONDS: Final = 1.0  # for the client to close first: that tells whether it has read
 LINGERING_SECONDS: Final = 2.0  # for the rest of a refused body, so that its sender reads why
 STALL_SECONDS: Final = 10.0  # TCP_USER_TIMEOUT: a peer that takes nothing for as long is dropped
+# Of Linux' tcp_info: where `tcpi_last_data_recv` stands, in milliseconds.
+TCP_LAST_DATA: Final = slice(52, 56)
 # By attribute, not by import: where it is gone, the check at start names it.
 _ErrInfo: Any = getattr(web_protocol, "_ErrInfo", None)
 
@@ -190,6 +195,8 @@ class EdgeConnection(web.RequestHandler):
             if self.unread:
                 self.unread.clear()
             self._arrived = self._loop.time()
+            if self._arrived > self.server.loop_watch.trusted_until:
+                self._arrived -= self._unread_seconds()
             if not self.authenticated:
                 self._look(data)
             if self._first is None and (self._taking is None or self._taking.is_eof()):
@@ -201,6 +208,8 @@ class EdgeConnection(web.RequestHandler):
         try:
             super().data_received(data)
         except Exception as exc:  # noqa: BLE001  # the parser's callbacks raise what yarl raises
+            if isinstance(exc, MemoryError):  # no fault of the bytes, however they look
+                self.server.observer.crashed(exc)
             # A target such as `http://[::1]@/` does so. aiohttp would close without an answer and
             # without a call of `handle_error`, so the fault is queued as its own faults are.
             self._request_count += 1
@@ -212,6 +221,15 @@ class EdgeConnection(web.RequestHandler):
         if self._message_tail:
             self._message_tail = b""
             self._blame("behind_upgrade")
+
+    def _unread_seconds(self) -> float:
+        """How long the kernel has had the latest bytes: the loop stood still a moment ago."""
+        if self.transport is None:
+            return 0.0
+        handle = os.dup(self.transport.get_extra_info("socket").fileno())
+        with socket.socket(fileno=handle) as sock:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_LAST_DATA.stop)
+        return int.from_bytes(info[TCP_LAST_DATA], sys.byteorder) / 1000
 
     def _look(self, data: bytes) -> None:
         capability_marker = self.server.capability_marker
@@ -362,13 +380,15 @@ class EdgeServer(web.Server):
         keepalive_seconds: float,
         connections_max: int,
         stall_seconds: float = STALL_SECONDS,
+        loop_watch: LoopWatch | None = None,
     ) -> None:
         """Make a server that no connection can reach before `listen`.
 
         What ``handler`` raises is answered with a constant 500. A connection whose bytes hold
         ``capability_marker`` (``b"/" + execute capability + b"/"``) is no stranger's.
         ``keepalive_seconds`` bounds idle connections, and headers that do not become whole; the
-        kernel drops a peer that takes no byte for ``stall_seconds``.
+        kernel drops a peer that takes no byte for ``stall_seconds``. ``loop_watch`` says whether
+        the loop stood still: the kernel is then asked when a request came.
 
         Raises:
             InvariantBroken: the marker is empty, or a bound is zero.
@@ -390,6 +410,7 @@ class EdgeServer(web.Server):
         self.capability_marker = capability_marker
         self.connections_max = connections_max
         self.stall_seconds = stall_seconds
+        self.loop_watch = loop_watch or LoopWatch()
         self.draining = False
         self.open = 0  # connections
         self.tasks: set[asyncio.Task[Any]] = set()  # one a connection, until its work has ended
