@@ -61,8 +61,7 @@ TABLE: Final = (
     _row("slots_waiting", "gauge", "Requests waiting for a slot.", "route"),
     _row("oldest_request_seconds", "gauge", "Age of the oldest one unanswered.", "route"),
     _row("connections", "gauge", "Open connections."),
-    _row("loop_stood_still_total", "counter", "Times the event loop stood still over a second."),
-    _row("loop_stood_still_seconds_max", "gauge", "The longest of these times."),
+    _row("loop_stood_still_seconds_total", "counter", "Times over a second without a turn."),
     # --- searches
     _row("search_attempts_total", "counter", "Searches admitted; each counts against the quota."),
     _row("searches_total", "counter", "Searches settled.", "outcome"),

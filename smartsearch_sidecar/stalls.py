@@ -115,7 +115,7 @@ class LoopWatch:
 
     Attributes:
         times: how often it stood still.
-        longest_seconds: the longest of these times.
+        total_seconds, longest_seconds: these times together, and the longest of them.
         last: the last one.
         trusted_until: loop time up to which what is read from a socket has just come. Later than
             that, or while the loop catches up, the kernel must be asked when it came.
@@ -123,7 +123,7 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self.times = 0
-        self.longest_seconds = 0.0
+        self.total_seconds = self.longest_seconds = 0.0
         self.last: StoodStill | None = None
         self.trusted_until = float("inf")
         self._catching_up = 0
@@ -182,6 +182,7 @@ class LoopWatch:
 
     def _moved_again(self, now: float, seconds: float) -> None:
         self.times += 1
+        self.total_seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
         where = self._where or "the whole process"
         self.last = StoodStill(now, seconds, where)

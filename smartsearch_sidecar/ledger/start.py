@@ -114,7 +114,6 @@ async def begin(
             raise _unwritable(files, exc) from None
     old = found if found is not None and found.begun else None
     heard = observer or Observer()
-    recorder: Recorder
     writer = Writer(
         files,
         seq=0 if old is None else old.seq,

@@ -258,15 +258,7 @@ class Daemon:
         rewards: Rewards | None = None
         cluster_run: ClusterRun | None = None
         try:
-            retrieval = config.retrieval
-            guard = Guard(
-                opened,
-                top_n=TOP_N,
-                retries=retrieval.retries,
-                drop_tagged=retrieval.on_protocol_tag == "drop",
-                watch_drift=retrieval.on_drift == "latch",
-                stalls=self.stalls,
-            )
+            guard = _guard(opened, config, self.stalls)
             await guard.claim_identity()
             facts: dict[str, Any] = {
                 "retrieval": guard.identity,
@@ -370,6 +362,17 @@ class Daemon:
             self._log.error("a dead address is left behind", file=ENDPOINTS, reason=exc.strerror)
         finally:
             self.files.close()
+
+
+def _guard(provider: Provider, config: Config, stalls: Stalls) -> Guard:
+    return Guard(
+        provider,
+        top_n=TOP_N,
+        retries=config.retrieval.retries,
+        drop_tagged=config.retrieval.on_protocol_tag == "drop",
+        watch_drift=config.retrieval.on_drift == "latch",
+        stalls=stalls,
+    )
 
 
 def _service(

@@ -84,8 +84,7 @@ def _requests(run: ServedRun) -> Iterator[Sample]:
     if run.scoring is not None:
         yield "oldest_request_seconds", ("reward",), stalls.oldest_seconds("reward")
     yield "connections", (), run.connections()
-    yield "loop_stood_still_total", (), stalls.loop.times
-    yield "loop_stood_still_seconds_max", (), stalls.loop.longest_seconds
+    yield "loop_stood_still_seconds_total", (), stalls.loop.total_seconds
 
 
 def _searches(run: ServedRun) -> Iterator[Sample]:
