@@ -256,6 +256,8 @@ CORPUS_INVALID = Failure(UsageError, Told("corpus_invalid"))
 # An index is missing, incomplete, of another version, or differs from its manifest.
 INDEX_UNUSABLE = Failure(UsageError, Told("index_unusable"))
 UNREACHABLE = Failure(Unreachable, Told("unreachable"))
+# Memory, or room for threads, does not suffice to serve; the message names the limit.
+MEMORY_LIMITED = Failure(UsageError, Told("memory_limited"))
 # The configuration asks for something that this installation does not carry (an extra).
 NOT_AVAILABLE = Failure(UsageError, Told("not_available"))
 SCORER_SOURCE = Failure(ScorerSourceError, Told("scorer_source"))

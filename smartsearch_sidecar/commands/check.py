@@ -87,7 +87,8 @@ def _print_state(value: dict[str, Any]) -> None:
             f"  waiting for {row['seconds']:.1f} s on: {row['on']} ({row['call']}, "
             f"{row['bound_seconds']:g} s allowed)"
         )
-    if (last := value.get("loop", {}).get("last")) is not None:
+    last = value.get("loop", {}).get("last")
+    if last is not None and value["state"] != "healthy":
         typer.echo(
             f"  the event loop stood still {value['loop']['stood_still']} times, last for "
             f"{last['seconds']:.1f} s, {last['ago']:.0f} s ago, at: {last['where']}"
