@@ -34,6 +34,7 @@ CATCH_UP_BEATS: Final = 4
 connection, the next one reads it, the third one begins its request."""
 CATCH_UP_BEAT_SECONDS: Final = 0.05
 LISTEN_SECONDS: Final = 0.5
+PLACES_MAX: Final = 4  # frames of a loop that stands: the innermost is often a library's
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -206,9 +207,11 @@ class LoopWatch:
 
 
 def _where(thread_id: int) -> str:
-    """The innermost line that a thread is at: file, line and function, without values."""
+    """The innermost lines that a thread is at: file, line and function, without values."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - public but for its name
-    if frame is None:
-        return "an unknown place"
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    places: list[str] = []
+    while frame is not None and len(places) < PLACES_MAX:
+        code = frame.f_code
+        places.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "an unknown place"

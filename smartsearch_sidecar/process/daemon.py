@@ -167,9 +167,10 @@ class Daemon:
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Memory that runs out where no request is served: what was lost there is not known."""
-        loop.default_exception_handler(context)
         if isinstance(exc := context.get("exception"), MemoryError):
             self.app.crashed(exc)
+        else:
+            loop.default_exception_handler(context)
 
     async def _run(self) -> int:
         try:

@@ -121,15 +121,16 @@ class App:
         """A connection over ``server.connections_max`` was refused: every one that is open carries
         our capability or awaits an answer, so the one refused was a rollout's or the trainer's.
         """
-        self._log.error("connections_max reached; a connection was refused")
         self._ready.close_latch(
             errors.BUSY("server.connections_max was reached and a connection refused")
         )
+        self._log.error("connections_max reached; a connection was refused")
 
     def crashed(self, exc: BaseException) -> None:
         """A handler broke; the run is over, because what was answered is not known."""
-        self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
+        # First, for what kept the handler from its end may keep the log from its line.
         self._ready.close_latch(errors.INTERNAL_ERROR(f"a handler ended in {type(exc).__name__}"))
+        self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
 
     # --- dispatch ---------------------------------------------------------------------------------
 

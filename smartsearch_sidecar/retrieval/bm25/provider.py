@@ -224,7 +224,7 @@ class ServedFiles:
         return _folder_facts(os.fstat(self._handle)) != self._folder_facts
 
     def look_through(self) -> None:
-        """Whether the folder's names still lead to the files that are served; walks a path for each,
+        """Whether the folder's names still lead to the files that are served; walks a path each,
         which may block. Raises ``IdentityChanged`` naming the first one that does not.
         """
         now = _folder_facts(os.fstat(self._handle))
