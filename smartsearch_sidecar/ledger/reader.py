@@ -289,7 +289,7 @@ class ReadBack:
 
     def __init__(self, directory: Path, *, segment: int, offset: int, seq: int, head: str) -> None:
         """``seq`` and ``head`` are those of the record that ends at ``offset`` of ``segment``."""
-        self._reader = RunReader(directory)
+        self._directory = directory
         self._segment, self._offset = segment, offset
         self.seq, self.head = seq, head
 
@@ -299,12 +299,13 @@ class ReadBack:
         Raises ``LEDGER_LOST`` where the medium holds anything else.
         """
         read = 0
-        for segment in self._reader.segments():
+        reader = RunReader(self._directory)
+        for segment in reader.segments():
             if segment.index < self._segment:
                 continue
             if segment.index > self._segment:
                 self._segment, self._offset = segment.index, 0
-            for raw in self._lines(segment):
+            for raw in self._lines(reader, segment):
                 if self.seq == seq:
                     break
                 try:
@@ -320,9 +321,9 @@ class ReadBack:
             raise self._lost(f"it ends at record {self.seq}, and {seq} was written last")
         return read
 
-    def _lines(self, segment: Segment) -> Iterator[bytes]:
+    def _lines(self, reader: RunReader, segment: Segment) -> Iterator[bytes]:
         parts: list[bytes] = []
-        for chunk in self._reader.chunks(segment, self._offset):
+        for chunk in reader.chunks(segment, self._offset):
             *lines, rest = chunk.split(b"\n")
             for line in lines:
                 yield b"".join((*parts, line, b"\n"))

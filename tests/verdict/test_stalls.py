@@ -389,7 +389,7 @@ def test_a_process_stopped_with_no_request_open_stays_healthy(tmp_path: Path) ->
         halt(daemon)
         time.sleep(2)
         daemon.process.send_signal(signal.SIGCONT)
-        answer = daemon.internal().health()
+        answer = daemon.internal().health(5)
         assert (answer.status, answer.value["state"]) == (200, "healthy")
         loop = answer.value["loop"]
         assert loop["stood_still"] > before

@@ -5,7 +5,6 @@ factory of connections, which holds what they share.
 from __future__ import annotations
 
 import asyncio
-import os
 import select
 import socket
 import sys
@@ -226,9 +225,8 @@ class EdgeConnection(web.RequestHandler):
         """How long the kernel has had the latest bytes: the loop stood still a moment ago."""
         if self.transport is None:
             return 0.0
-        handle = os.dup(self.transport.get_extra_info("socket").fileno())
-        with socket.socket(fileno=handle) as sock:
-            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_LAST_DATA.stop)
+        sock = self.transport.get_extra_info("socket")
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_LAST_DATA.stop)
         return int.from_bytes(info[TCP_LAST_DATA], sys.byteorder) / 1000
 
     def _look(self, data: bytes) -> None:
