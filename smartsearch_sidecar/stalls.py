@@ -168,27 +168,22 @@ class LoopWatch:
     def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        late = now - self._due
-        if late > STILL_SECONDS:
-            self._moved_again(now, late)
-            self._catching_up = CATCH_UP_BEATS
-        elif self._catching_up:
-            self._catching_up -= 1
-        self._where = ""
+        late, where, self._where = now - self._due, self._where, ""
+        stood_still = late > STILL_SECONDS
+        self._catching_up = CATCH_UP_BEATS if stood_still else max(0, self._catching_up - 1)
         self._beat_at = time.monotonic()
         self._due = now + (CATCH_UP_BEAT_SECONDS if self._catching_up else BEAT_SECONDS)
-        if not self._catching_up:
-            self.trusted_until = self._due + STILL_SECONDS
+        # While it catches up no request is read as fresh: the kernel is asked.
+        self.trusted_until = 0.0 if self._catching_up else self._due + STILL_SECONDS
         self._timer = loop.call_at(self._due, self._beat)
+        if stood_still:
+            self._moved_again(now, late, where or "the whole process")
 
-    def _moved_again(self, now: float, seconds: float) -> None:
+    def _moved_again(self, now: float, seconds: float, where: str) -> None:
         self.times += 1
         self.total_seconds += seconds
         self.longest_seconds = max(self.longest_seconds, seconds)
-        where = self._where or "the whole process"
         self.last = StoodStill(now, seconds, where)
-        # No request may be read as fresh before the kernel was asked.
-        self.trusted_until = 0.0
         self._log.error("the event loop stood still", seconds=round(seconds, 3), where=where)
 
     # --- in the thread ----------------------------------------------------------------------------

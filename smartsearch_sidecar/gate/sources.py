@@ -28,6 +28,7 @@ class FileSources:
         self._run = run
         self._look = look
         self._threads = DaemonThreads(1, "the look at the sources", errors.SOURCE_CHANGED)
+        self._closed = False
 
     async def look(self, seconds: float) -> bool:
         """Whether the files were looked at within ``seconds``; one that differs has closed the
@@ -43,6 +44,8 @@ class FileSources:
             try:
                 await self._threads.run(self._look)
             except errors.SidecarError as exc:
+                if self._closed:
+                    return  # not looked at, and no longer asked for
                 self._run.recorder.close_latch(exc.closes_as, detail=exc.message)
             except Exception as exc:  # noqa: BLE001 - nothing may be accepted unlooked at
                 failure = errors.INTERNAL_ERROR(f"the sources: {type(exc).__name__}")
@@ -50,4 +53,5 @@ class FileSources:
 
     def close(self) -> None:
         """Ends the thread after what it is at."""
+        self._closed = True
         self._threads.stop()
