@@ -269,6 +269,8 @@ CORPUS_INVALID = Failure(UsageError, Told("corpus_invalid"))
 # An index is missing, incomplete, of another version, or differs from its manifest.
 INDEX_UNUSABLE = Failure(UsageError, Told("index_unusable"))
 UNREACHABLE = Failure(Unreachable, Told("unreachable"))
+# Memory, or room for threads, does not suffice to serve; the message names the limit.
+MEMORY_LIMITED = Failure(UsageError, Told("memory_limited"))
 # The configuration asks for something that this installation does not carry (an extra).
 NOT_AVAILABLE = Failure(UsageError, Told("not_available"))
 SCORER_SOURCE = Failure(ScorerSourceError, Told("scorer_source"))
@@ -557,6 +559,11 @@ SOLUTION_TOO_LONG = _ends(
 SOURCE_CHANGED = _ends(
     _no_score("source_changed"),
     "The scorer's source changed on disk while the run was served: put the verified one back.",
+)
+REFERENCES_CHANGED = _ends(
+    _no_score("references_changed"),
+    "The files of reward.references changed on disk while the run was served: put the claimed ones "
+    "back, and find out what the trainer has read.",
 )
 SCORER_FAILED = _closes(
     ScorerFailed,

@@ -67,6 +67,7 @@ TABLE: Final = (
     _row("slots_waiting", "gauge", "Requests waiting for a slot.", "route"),
     _row("oldest_request_seconds", "gauge", "Age of the oldest one unanswered.", "route"),
     _row("connections", "gauge", "Open connections."),
+    _row("loop_stood_still_seconds_total", "counter", "Times over a second without a turn."),
     # --- searches
     _row("search_attempts_total", "counter", "Searches admitted; each counts against the quota."),
     _row("searches_total", "counter", "Searches settled.", "outcome"),
@@ -212,10 +213,6 @@ class Observer:
     def asked(self) -> bool:
         """Whether a rollout, a trainer or its gate has asked this process anything."""
         return any(route not in LOOKED_ONLY for route, _ in self.requests)
-
-    def oldest_score(self) -> float:
-        """Age in seconds of the oldest unsettled score; 0 where every score is settled."""
-        return max(0.0, time.monotonic() - min(self._scores.values(), default=float("inf")))
 
     # --- one step a kind --------------------------------------------------------------------------
 

@@ -80,9 +80,22 @@ def _print_state(value: dict[str, Any]) -> None:
     if cause is not None:
         typer.echo(f"failed: {cause['cause']}: {cause['detail']} ({counted})")
     else:
-        typer.echo(f"{value['state']}{detail}: {counted}")
+        oldest = value.get("oldest_request_seconds", 0.0)
+        age = f", oldest request {oldest:.1f} s" if oldest else ""
+        typer.echo(f"{value['state']}{detail}: {counted}{age}")
         for note in _notes(value):
             typer.echo(f"  {note}")
+    for row in value.get("waiting_for", ()):
+        typer.echo(
+            f"  waiting for {row['seconds']:.1f} s on: {row['on']} ({row['call']}, "
+            f"{row['bound_seconds']:g} s allowed)"
+        )
+    last = value.get("loop", {}).get("last")
+    if last is not None and value["state"] != "healthy":
+        typer.echo(
+            f"  the event loop stood still {value['loop']['stood_still']} times, last for "
+            f"{last['seconds']:.1f} s, {last['ago']:.0f} s ago, at: {last['where']}"
+        )
     for name, node in cluster["nodes"].items() if cluster is not None else ():
         counts = node.get("counts", {})
         why = f": {node['cause']}" if node.get("cause") else ""

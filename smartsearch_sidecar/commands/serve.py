@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +22,7 @@ from smartsearch_sidecar.client import Client, Endpoints
 from smartsearch_sidecar.commands.progress import verification
 from smartsearch_sidecar.config import Config, load
 from smartsearch_sidecar.errors import GOING_ON, remedy
+from smartsearch_sidecar.process import memory
 from smartsearch_sidecar.run.record import Cause
 
 if TYPE_CHECKING:
@@ -54,7 +57,6 @@ def serve(
     0 ended well, 2 could not begin, 4 the run had failed (its latch is closed).
     """
     from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
-    from smartsearch_sidecar.process import daemon
 
     if trainer_stopped and not resume:
         raise errors.USAGE(
@@ -73,7 +75,9 @@ def serve(
         # The URLs hold capabilities: they go to the file (0600) and, on request, to `url`.
         print(f"ready: {loaded.run.directory}/endpoints.json", file=sys.stderr, flush=True)
 
-    with verification() as progress:
+    with _naming_memory(), verification() as progress:
+        from smartsearch_sidecar.process import daemon
+
         code = daemon.serve_until_stopped(
             loaded,
             resume=resume,
@@ -85,6 +89,17 @@ def serve(
     if served and served[0].run.state.closed:
         _print_failed(served[0].run.state.cause)
     raise typer.Exit(code)
+
+
+@contextmanager
+def _naming_memory() -> Iterator[None]:
+    """Memory that runs out shows in many ways, and none of them names the limit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ImportError, OSError, errors.UsageError) as exc:
+        if not memory.ran_out(exc):
+            raise
+        raise memory.refusal(exc) from exc
 
 
 def _print_failed(cause: Cause | None) -> None:

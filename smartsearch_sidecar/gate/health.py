@@ -2,6 +2,12 @@
 
 Three states: ``healthy`` (the latch is open, everything is settled, the ledger can be written, the
 identities hold), ``pending`` (the same, but with work in flight) and ``failed``.
+
+What stands still is pending first, with its name and its age, and then failed: the disk after
+``ledger.stall_seconds`` (``ledger/writer.py``), a call or a request once it has outlived its own
+time. A loop that stood still is pending until it has read what came meanwhile. It is no failure by
+itself: without a request nothing was hurt, and a request counts from when the kernel took it, so
+an answer that came too late fails by its own deadline.
 """
 
 from __future__ import annotations
@@ -13,9 +19,15 @@ from typing import Any, NamedTuple
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.state import RunState
 from smartsearch_sidecar.search.service import Service
+from smartsearch_sidecar.stalls import STILL_SECONDS
 
 _POLL_SECONDS = 0.005
 IDENTITY_SECONDS = 5.0  # for a provider without other requests; shorter than any client waits
+SOURCES_SECONDS = 5.0  # for the same clients
+LOOK_SECONDS = 1.0
+LATE_LOOKS = 2
+"""Looks at which a call is late before it is a failure. Counted in looks and not in time: after a
+loop that stood still, what came meanwhile has its turn first."""
 
 
 class Covered(NamedTuple):
@@ -41,10 +53,14 @@ def covered(state: RunState) -> Covered:
 
 
 def pending(service: Service) -> bool:
-    """Whether anything is in flight: a request, a search, a score, a record, the run's own end."""
+    """Whether anything is in flight: a request, a search, a score, a record, the run's own end; or
+    may be, unread.
+    """
     if service.stopping:
         return True
-    return not (service.slots.idle and service.run.state.settled and service.run.writer.idle)
+    run, stalls = service.run, service.run.stalls
+    settled = run.state.settled and run.writer.idle and not stalls.requests
+    return not (service.slots.idle and settled and stalls.loop.steady) or any(stalls.late())
 
 
 async def check(service: Service, seconds: float) -> str:
@@ -67,6 +83,7 @@ async def _look(service: Service, seconds: float) -> str:
     state, recorder = service.run.state, service.run.recorder
     now = asyncio.get_running_loop().time
     end = now() + seconds
+    await service.run.stalls.loop.caught_up()
     while pending(service) and not state.closed and now() < end:
         # Polled: slots, searches and writer have to be idle at the same moment.
         left = end - now()
@@ -74,25 +91,95 @@ async def _look(service: Service, seconds: float) -> str:
     if not state.closed and not pending(service):
         await service.run.writer.look()
     if not state.closed and not pending(service):
-        try:
-            async with asyncio.timeout(IDENTITY_SECONDS):
-                await service.retrieval.guard.check_identity()
-        except errors.RetrievalError as exc:
-            recorder.close_latch(exc.closes_as, detail=exc.message)
-        except TimeoutError:
-            detail = f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s"
-            recorder.close_latch(errors.PROVIDER_FAULT.closes_as, detail=detail)
+        await _check_identity(service)
     if not state.closed and (split := state.scores.unjudged_split) is not None:
         unjudged = errors.NOTHING_JUDGED(
             f"rollouts of the {split} split show {state.scores.unjudged_searches[split]} searches "
             "of this run, and beside none of them a result block that could be judged"
         )
         recorder.close_latch(unjudged.closes_as, detail=unjudged.message)
+    looked = True
+    if service.sources is not None and not state.closed and not pending(service):
+        looked = await service.sources.look(SOURCES_SECONDS)
     if state.closed:
         with contextlib.suppress(errors.LedgerFailed):  # that is a failure as well, and known
             await recorder.latch_durable()
         return "failed"
-    return "pending" if pending(service) else "healthy"
+    return "healthy" if looked and not pending(service) else "pending"
+
+
+async def _check_identity(service: Service) -> None:
+    """Closes the latch where the provider is another one now, or does not say what it serves."""
+    recorder = service.run.recorder
+    asking = asyncio.create_task(service.retrieval.guard.check_identity())
+    asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        # Waited for and not awaited: a provider may swallow its cancellation.
+        await asyncio.wait([asking], timeout=IDENTITY_SECONDS)
+        if asking.done() and not asking.cancelled():
+            asking.result()
+            return
+    except errors.RetrievalError as exc:
+        recorder.close_latch(exc.closes_as, detail=exc.message)
+        return
+    finally:
+        asking.cancel()
+    detail = f"the provider did not confirm its identity within {IDENTITY_SECONDS:g} s"
+    recorder.close_latch(errors.PROVIDER_FAULT.closes_as, detail=detail)
+
+
+def close_for_late(service: Service) -> None:
+    """Closes the latch for what is late once again; called once a ``LOOK_SECONDS``."""
+    for wait in service.run.stalls.late():
+        wait.looks += 1
+        if wait.looks > LATE_LOOKS:
+            age = asyncio.get_running_loop().time() - wait.began
+            service.run.recorder.close_latch(
+                wait.late.closes_as,
+                detail=f"{wait.on}: a {wait.call} has not ended for {age:.1f} s, where "
+                f"{wait.bound:.1f} s were allowed",
+            )
+
+
+async def watch(service: Service) -> None:
+    """Looks for what is late until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        close_for_late(service)
+
+
+def waiting_for(service: Service) -> list[dict[str, Any]]:
+    """What the run waits for, a row each, the oldest first; of several calls the oldest one."""
+    run = service.run
+    now = asyncio.get_running_loop().time()
+    rows: dict[str, dict[str, Any]] = {}
+    for wait in sorted((*run.stalls.calls, *run.stalls.requests), key=lambda wait: wait.began):
+        rows.setdefault(wait.on, _waits(wait.on, wait.call, now - wait.began, wait.bound))
+    if (since := run.writer.busy_since) is not None:
+        rows["disk"] = _waits("disk", "batch", now - since, run.writer.stall_seconds)
+    last = run.stalls.loop.last
+    if last is not None and not run.stalls.loop.steady:
+        rows["loop"] = _waits("loop", "catch up", last.seconds, STILL_SECONDS)
+    return sorted(rows.values(), key=lambda row: -row["seconds"])
+
+
+def _waits(on: str, call: str, seconds: float, bound: float) -> dict[str, Any]:
+    age = round(max(0.0, seconds), 3)
+    return {"on": on, "call": call, "seconds": age, "bound_seconds": round(bound, 3)}
+
+
+def _loop(service: Service) -> dict[str, Any]:
+    """How often the event loop stood still, the longest time, and the last one."""
+    watch = service.run.stalls.loop
+    found: dict[str, Any] = {
+        "stood_still": watch.times,
+        "longest_seconds": round(watch.longest_seconds, 3),
+    }
+    if watch.last is not None:
+        at, seconds, where = watch.last
+        ago = asyncio.get_running_loop().time() - at
+        found["last"] = {"seconds": round(seconds, 3), "ago": round(ago, 3), "where": where}
+    return found
 
 
 async def health_report(service: Service, *, settle_seconds: float) -> dict[str, Any]:
@@ -133,6 +220,9 @@ def counts(service: Service) -> dict[str, Any]:
         "searches_unaccepted": found.unaccepted,
         "checkpoints": {"accepted": accepted, "refused": refused},
         "ledger": {"seq": service.run.writer.seq, "head": service.run.writer.head},
+        "oldest_request_seconds": round(service.run.stalls.oldest_seconds(), 3),
+        "waiting_for": waiting_for(service),
+        "loop": _loop(service),
         "cause": None if state.cause is None else state.cause.to_data(),
     }
 

@@ -19,6 +19,7 @@ from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.line import Draft
 from smartsearch_sidecar.run.record import Cause, LatchClosed, Record
 from smartsearch_sidecar.run.state import RunState
+from smartsearch_sidecar.stalls import Stalls
 
 
 def utf8_safe(sentence: str) -> str:
@@ -163,7 +164,7 @@ class Run:
 
     ``state`` is read to decide; ``recorder`` folds and records what was decided, through
     ``writer``; ``quota`` is ``None`` in a run of one node; ``observer`` hears of every record that
-    is on the medium.
+    is on the medium; ``stalls`` holds what is under way.
     """
 
     state: RunState
@@ -171,3 +172,4 @@ class Run:
     writer: Writer
     quota: SharedQuota | None
     observer: Observer
+    stalls: Stalls

@@ -32,6 +32,7 @@ from smartsearch_sidecar.metrics import Observer
 from smartsearch_sidecar.run.line import FORMAT, claim_digest
 from smartsearch_sidecar.run.record import RunClaimed, SplitQuotas
 from smartsearch_sidecar.run.state import RunState
+from smartsearch_sidecar.stalls import Stalls
 
 MIB = 1024 * 1024
 
@@ -98,6 +99,7 @@ async def begin(
     claim_facts: dict[str, Any],
     *,
     observer: Observer | None = None,
+    stalls: Stalls | None = None,
     join: Join | None = None,
     quota: SharedQuota | None = None,
 ) -> Run:
@@ -120,7 +122,6 @@ async def begin(
             raise _unwritable(files, exc) from None
     old = found if found is not None and found.begun else None
     heard = observer or Observer()
-    recorder: Recorder
     writer = Writer(
         files,
         seq=0 if old is None else old.seq,
@@ -145,7 +146,7 @@ async def begin(
         if isinstance(exc, OSError):
             raise _unwritable(files, exc) from None
         raise
-    return Run(state, recorder, writer, quota, heard)
+    return Run(state, recorder, writer, quota, heard, stalls or Stalls())
 
 
 async def _claim_of(

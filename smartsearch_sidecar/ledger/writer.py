@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 from collections import deque
@@ -87,6 +88,7 @@ QUIET_TURNS = 4
 GATHERING_TURNS_MAX = 32
 LOOK_SECONDS = 1.0
 LATCH_DETAIL_CHARACTERS = 500  # at most 6 bytes each: they fit the room set aside for the latch
+STALL_BIT_SECONDS = 0.25
 # Admission bounds the queue far below; reaching this is a bug.
 QUEUE_RECORDS_MAX = 65_536
 
@@ -145,7 +147,7 @@ class Writer:
         self.seq = seq
         self.head = head
         self._segment_bytes_max = segment_bytes_max
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
         self._on_failure = on_failure
         self._on_batch = on_batch
         self._wanted = 0  # queued records whose receipt is awaited
@@ -155,7 +157,7 @@ class Writer:
         self._queue: deque[Posted] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._closing = False
-        self._busy = False
+        self.busy_since: float | None = None  # loop time at which the batch under way began
         self.failure: errors.LedgerFailed | None = None
         self._cause: Cause | None = None  # why the run has failed, once the ledger has
         self._disk_thread = DiskThread()
@@ -238,7 +240,7 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        return not self._queue and not self._busy
+        return not self._queue and self.busy_since is None
 
     async def close(self) -> None:
         """Writes what is queued, stops the task, and frees the thread. The files stay open."""
@@ -264,12 +266,16 @@ class Writer:
         looked = self._disk_thread.submit(self._files.look)
         self.looking += 1
         try:
-            await asyncio.wait({looked}, timeout=self._stall_seconds)
+            # Bit by bit, so that a loop that stands still uses up one bit of a disk's time.
+            for _ in range(math.ceil(self.stall_seconds / STALL_BIT_SECONDS)):
+                await asyncio.wait({looked}, timeout=STALL_BIT_SECONDS)
+                if looked.done():
+                    break
         finally:
             self.looking -= 1
         if not looked.done():
             looked.cancel()
-            why = f"a write did not end within {self._stall_seconds:g} s (ledger.stall_seconds)"
+            why = f"a write did not end within {self.stall_seconds:g} s (ledger.stall_seconds)"
             # The batch under way may still reach the medium: what asked for it waits no longer.
             self._fail(errors.LEDGER_STALLED(why), self._batch)
         elif (exc := looked.exception()) is not None:
@@ -296,9 +302,13 @@ class Writer:
                 self.looking -= 1
 
     async def _look_often(self) -> None:
-        while self.failure is None:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self.look()
+        try:
+            while self.failure is None:
+                await asyncio.sleep(LOOK_SECONDS)
+                await self.look()
+        except Exception as exc:  # noqa: BLE001 - the run must not go on without a look
+            self._fail(_failure(exc))
+            self._wake_up()
 
     def in_turn(self, work: Callable[[], None]) -> asyncio.Future[None]:
         """Has ``work`` done between two batches, where the disk may block."""
@@ -317,7 +327,7 @@ class Writer:
                 self._disk_thread.submit(self._leave_latch)
                 raise
         finally:
-            self._busy = False
+            self.busy_since = None
         if self.failure is not None:
             await self._disk_thread.submit(self._leave_latch)
 
@@ -333,9 +343,9 @@ class Writer:
             self._take(batch)
             if not batch:
                 continue  # a failure while it gathered has emptied the queue: nothing is written
-            self._busy = True
+            self.busy_since = loop.time()
             await self._write_batch(loop, batch)
-            self._busy = False
+            self.busy_since = None
             batch.clear()
 
     async def _gather(self) -> None:

@@ -9,16 +9,14 @@ connections, provider, ``run.closed``, writer, files. Apart from the command: th
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import signal
-import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from dataclasses import KW_ONLY, asdict, dataclass
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
@@ -29,6 +27,8 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.client import Endpoints
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import TOP_N, ExecuteRules
+from smartsearch_sidecar.gate import health
+from smartsearch_sidecar.gate.sources import FileSources
 from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.ledger.file import ENDPOINTS, RunFiles
 from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
@@ -37,6 +37,7 @@ from smartsearch_sidecar.ledger.recovery import Reopened
 from smartsearch_sidecar.ledger.start import MIB, begin, take_directory
 from smartsearch_sidecar.ledger.writer import wall_clock
 from smartsearch_sidecar.metrics import Observer
+from smartsearch_sidecar.process.logs import configure_logs
 from smartsearch_sidecar.process.sockets import bind, last_descriptors, take_descriptors
 from smartsearch_sidecar.retrieval.guard import CachedSearch, Guard
 from smartsearch_sidecar.retrieval.provider import (
@@ -50,6 +51,7 @@ from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.service import Scoring
 from smartsearch_sidecar.search.repeats import Repeats
 from smartsearch_sidecar.search.service import Service, ServicePolicy
+from smartsearch_sidecar.stalls import Stalls
 from smartsearch_sidecar.web.app import App
 from smartsearch_sidecar.web.capabilities import Capabilities
 from smartsearch_sidecar.web.edge.connection import EdgeServer
@@ -67,7 +69,6 @@ EXIT_LATCHED = 4
 DRAIN_GRACE_SECONDS = 2.0  # beyond the request deadline: what a settlement and its sync may take
 CONNECTIONS_CLOSE_SECONDS = 1.0
 LOOK_SECONDS = 1.0  # for descriptors
-MASK = "[capability]"
 
 OnReady = Callable[[Endpoints, Service], None]
 
@@ -84,17 +85,21 @@ class Parts:
     cluster_run: ClusterRun | None
     scoring: Scoring | None = None
     rewards: Rewards | None = None
-    watching: asyncio.Task[None] | None = None
+    sources: FileSources | None = None
+    watching: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def close(self) -> None:
         """Ends what runs beside the requests; the writer is the daemon's to close, last."""
-        if self.watching is not None:
-            self.watching.cancel()
-            await asyncio.wait([self.watching])
+        for task in self.watching:
+            task.cancel()
+        if self.watching:
+            await asyncio.wait(self.watching)
         if self.scoring is not None:
             await self.scoring.close()
         if self.rewards is not None:
             await self.rewards.helper.close()
+        if self.sources is not None:
+            self.sources.close()
         await self.service.retrieval.close()
 
 
@@ -135,6 +140,7 @@ class Daemon:
         self.secrets = tuple(map(_capability, given))
         """The capabilities, to mask them in each log line."""
         self.observer = Observer()
+        self.stalls = Stalls()
         self.app = App(
             Capabilities(*self.secrets),
             body_bytes_max=config.execute.body_bytes_max,
@@ -156,6 +162,24 @@ class Daemon:
 
         Raises ``UsageError`` where it could not begin; then nothing of the run is left behind.
         """
+        loop = asyncio.get_running_loop()
+        before = loop.get_exception_handler()
+        loop.set_exception_handler(self._loop_failed)
+        self.stalls.loop.start()
+        try:
+            return await self._run()
+        finally:
+            self.stalls.loop.stop()
+            loop.set_exception_handler(before)
+
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Memory that runs out where no request is served: what was lost there is not known."""
+        if isinstance(exc := context.get("exception"), MemoryError):
+            self.app.crashed(exc)
+        else:
+            loop.default_exception_handler(context)
+
+    async def _run(self) -> int:
         try:
             # Listening first: reading a long history or a large index must not silence `/livez`.
             port = await self._listen()
@@ -184,7 +208,6 @@ class Daemon:
                 scoring=parts.scoring,
                 observer=self.observer,
                 connections=lambda: edge.open,
-                oldest_began=edge.oldest_began,
                 facts=parts.facts,
                 cluster_run=parts.cluster_run,
             )
@@ -220,6 +243,7 @@ class Daemon:
             observer=self.app,
             keepalive_seconds=given.idle_seconds,
             descriptors_max=last_descriptors(),
+            loop_watch=self.stalls.loop,
         )
         served = edge(
             self.app.handle,
@@ -254,14 +278,7 @@ class Daemon:
         rewards: Rewards | None = None
         cluster_run: ClusterRun | None = None
         try:
-            retrieval = config.retrieval
-            guard = Guard(
-                opened,
-                top_n=TOP_N,
-                retries=retrieval.retries,
-                drop_tagged=retrieval.on_protocol_tag == "drop",
-                watch_drift=retrieval.on_drift == "latch",
-            )
+            guard = _guard(opened, config, self.stalls)
             await guard.claim_identity()
             facts: dict[str, Any] = {
                 "retrieval": guard.identity,
@@ -275,14 +292,21 @@ class Daemon:
             if config.reward.enabled:
                 from smartsearch_sidecar.scoring.build import open_rewards
 
-                rewards = await open_rewards(config)
+                rewards = await open_rewards(config, self.stalls)
                 facts["reward"] = rewards.facts
                 begun = found is not None and found.begun
                 await rewards.remember(files.directory if begun else None, cluster_run)
             join = None if cluster_run is None else partial(cluster_run.join, facts)
             observer = self.observer
             run = await begin(
-                files, config, found, facts, observer=observer, join=join, quota=cluster_run
+                files,
+                config,
+                found,
+                facts,
+                observer=observer,
+                stalls=self.stalls,
+                join=join,
+                quota=cluster_run,
             )
         except BaseException:
             if cluster_run is not None:
@@ -298,8 +322,23 @@ class Daemon:
             await cluster_run.begin(parts.service)
         if rewards is not None:
             parts.rewards, parts.scoring = rewards, rewards.scoring(run)
-            parts.watching = asyncio.create_task(rewards.watch(run), name="helper-identity")
+            parts.service.sources = parts.sources = FileSources(run, rewards.look)
+            self._beside(parts, rewards.watch(run), "the watch of the helper")
+        self.stalls.unanswered = self._edges[0].oldest_began
+        self._beside(parts, health.watch(parts.service), "the watch for what is late")
         return parts
+
+    def _beside(self, parts: Parts, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs a watch of the run beside its requests; without it the run does not go on."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (exc := task.exception()) is not None:
+                failure = errors.INTERNAL_ERROR(f"{name} ended in {type(exc).__name__}")
+                parts.run.recorder.close_latch(failure.closes_as, detail=failure.message)
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(ended)
+        parts.watching.append(task)
 
     async def _wind_down(self, parts: Parts) -> None:
         run, slots, scoring = parts.run, parts.service.slots, parts.scoring
@@ -363,6 +402,17 @@ class Daemon:
             self.files.close()
 
 
+def _guard(provider: Provider, config: Config, stalls: Stalls) -> Guard:
+    return Guard(
+        provider,
+        top_n=TOP_N,
+        retries=config.retrieval.retries,
+        drop_tagged=config.retrieval.on_protocol_tag == "drop",
+        watch_drift=config.retrieval.on_drift == "latch",
+        stalls=stalls,
+    )
+
+
 def _service(
     config: Config, run: Run, guard: Guard, on_answer: Callable[[str, str], None] | None
 ) -> Service:
@@ -397,67 +447,6 @@ def _service(
 def _capability(given: SecretStr | None) -> str:
     """The configured capability, or 43 fresh URL-safe characters."""
     return secrets.token_urlsafe(32) if given is None else given.get_secret_value()
-
-
-# --- the log --------------------------------------------------------------------------------------
-#
-# Structured, on standard error, from ours and every library's loggers. This package logs no
-# capability: the mask is for a library that quotes a request, and a traceback that shows a path.
-
-
-class _Masked(structlog.stdlib.ProcessorFormatter):
-    secrets: tuple[str, ...] = ()
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        for secret in self.secrets:
-            line = line.replace(secret, MASK)
-        return line
-
-
-class _Handler(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        # The standard one prints the record and every pending traceback, past the mask.
-        error = sys.exc_info()[0]
-        name = "an error" if error is None else error.__name__
-        # A stream that is closed or broken has nothing to say it with, and must not end a request.
-        with suppress(OSError, ValueError):
-            self.stream.write(f"a log line of {record.name} could not be written ({name})\n")
-
-
-def configure_logs(secrets: Iterable[str], *, pretty: bool) -> None:
-    """Sets up every logger of the process: one JSON object a line, or readable text if ``pretty``.
-
-    ``secrets`` are masked in each line.
-    """
-    shared: list[structlog.typing.Processor] = [
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.format_exc_info,
-    ]
-    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
-    if pretty:
-        # The default shows the locals of each frame where rich is installed: reference answers too.
-        plain = structlog.dev.plain_traceback
-        renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=plain)
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=False,
-    )
-    formatter = _Masked(
-        foreign_pre_chain=shared,
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-    )
-    formatter.secrets = tuple(secrets)
-    handler = _Handler(sys.stderr)
-    handler.setFormatter(formatter)
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    logging.captureWarnings(True)
 
 
 def serve_until_stopped(

@@ -32,12 +32,15 @@ from smartsearch_sidecar.retrieval.passages import (
 )
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.run.json_values import canonical_digest, differences, is_sha256
+from smartsearch_sidecar.stalls import Stalls
 
 RETRY_SECONDS: Final = 0.25
 """The pause before the first further try: a retriever that is being restarted refuses connections
 for about a second, so a try at once would meet the same."""
 RETRY_GROWTH: Final = 4
 RETRY_SECONDS_MAX: Final = 2.0  # of one pause: 0.25 s, 1 s, then 2 s each
+
+CLOSE_SECONDS: Final = 5.0  # a provider that swallows a cancellation must not hold the drain
 
 Outcome = Literal["miss", "shared", "hit"]
 Key = tuple[str, int | None]  # a query and its passages at most; ``None``: the contract's number
@@ -47,14 +50,23 @@ class Guard:
     """Owns every call to the provider of a run."""
 
     def __init__(
-        self, provider: Provider, *, top_n: int, retries: int, drop_tagged: bool, watch_drift: bool
+        self,
+        provider: Provider,
+        *,
+        top_n: int,
+        retries: int,
+        drop_tagged: bool,
+        watch_drift: bool,
+        stalls: Stalls | None = None,
     ) -> None:
         """``top_n`` passages where a search does not say how many; ``retries`` further tries after
         a transport fault; ``drop_tagged`` leaves passages out that carry a protocol tag, are blank
         or come a second time, which are ``DocumentInvalid`` otherwise; ``watch_drift`` remembers a
-        digest (16 bytes with its id) per document of a remote provider.
+        digest (16 bytes with its id) per document of a remote provider; ``stalls`` is where each
+        search stands while it lasts.
         """
         self.provider = provider
+        self._stalls = stalls or Stalls()
         self.top_n = top_n
         self._retries = retries
         self._drop_tagged = drop_tagged
@@ -105,8 +117,9 @@ class Guard:
         here: its caller bounds the wait (``CachedSearch.find``).
         """
         asked = self.top_n if top_n is None else top_n
-        documents, tries = await self._ask(query, deadline, asked)
-        await self.check_identity()
+        with self._stalls.call("provider", "search", deadline, errors.DEADLINE_PASSED):
+            documents, tries = await self._ask(query, deadline, asked)
+            await self.check_identity()
         try:
             found = self._found(documents, asked)
             return found if tries == 1 else found._replace(tries=tries)
@@ -269,10 +282,13 @@ class CachedSearch:
                 self.cache[key] = (key[0], found if found.tries == 1 else found._replace(tries=1))
 
     async def close(self) -> None:
-        """Cancels the searches still running, which no request awaits, and closes the provider."""
-        for task in tuple(self._tasks):
+        """Cancels the searches still running, which no request awaits, and closes the provider. A
+        search that goes on all the same is left behind.
+        """
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         await self.guard.provider.close()
 
 

@@ -12,7 +12,7 @@ it says so they are watched for drift). What the factory needs it reads from the
 The module is imported, the factory called and both methods run in eight threads of this provider's
 own, several at once: **an object that is not safe for threads must lock for itself.** The methods
 are plain functions, not coroutines. A call that never returns holds its thread, but neither the
-loop nor the end of the process (``threads.py``).
+loop nor the end of the process (``daemon_threads.py``).
 
 Apart from ``provider.py``, which opens it: one backend a file.
 """
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.retrieval.threads import RetrieverThreads
+from smartsearch_sidecar.daemon_threads import DaemonThreads
 from smartsearch_sidecar.run.json_values import is_sha256
 
 THREADS = 8  # as many as a node has slots by default
@@ -58,7 +58,7 @@ class PluginProvider:
             )
         self.name = spec
         self.remote = True
-        self._threads = RetrieverThreads(THREADS, spec)
+        self._threads = DaemonThreads(THREADS, "the retriever", errors.PROVIDER_FAULT)
         self._object: Any = None
 
     async def start(self) -> None:

@@ -21,8 +21,8 @@ class Provider(Protocol):
     """A frozen corpus that can be searched.
 
     Every method runs on the event loop of the daemon and must not block it: work that blocks
-    belongs in threads (``threads.py``). Several searches run at once (``execute.slots``), and each
-    may be cancelled at any await.
+    belongs in threads (``daemon_threads.py``). Several searches run at once (``execute.slots``),
+    and each may be cancelled at any await.
 
     A provider need not check, bound or retry anything: the guard does that for all of them.
 

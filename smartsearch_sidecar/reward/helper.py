@@ -32,6 +32,7 @@ from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.run.json_values import is_text
 from smartsearch_sidecar.run.quotas import MAX_NEW_TOKENS
+from smartsearch_sidecar.stalls import Stalls
 
 # 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is still read, because it
 # says what it has cost.
@@ -41,6 +42,7 @@ ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 CONNECT_TRIES: Final = 3
 CONNECT_PAUSE_SECONDS: Final = 0.25
 CONNECT_SECONDS: Final = 10.0  # for one attempt: a black hole is not worth the whole timeout
+END_SECONDS: Final = 1.0  # beyond its time, for an exchange to end by itself before it is left
 # Well under the 5 s after which uvicorn (SGLang, vLLM) drops an idle connection: a call written to
 # one that the other end is just closing counts as sent, cannot be sent again, and ends the run.
 KEEPALIVE_SECONDS: Final = 1.0
@@ -202,6 +204,7 @@ class HelperClient:
         section: HelperSection,
         *,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        stalls: Stalls | None = None,
     ) -> None:
         self.kind: Kind = section.kind
         self.model = str(section.model)
@@ -212,6 +215,7 @@ class HelperClient:
         self._base = base_of(str(section.url), self._protocol.path)
         self.place = urlsplit(self._base).netloc  # host and port, for messages
         self._pause = pause
+        self._stalls = stalls or Stalls()
         self._http = OutboundHttp(
             connections_max=0,  # the dispatch bounds the calls at once
             keepalive_seconds=KEEPALIVE_SECONDS,
@@ -318,25 +322,40 @@ class HelperClient:
     async def _exchange(
         self, method: str, path: str, body: bytes | None, until: float
     ) -> tuple[int, bytes]:
-        """Status and body, the body only of a 200. ``until`` is in seconds of the loop's clock.
+        """Status and body, the body only of a 200. ``until`` is in seconds of the loop's clock."""
+        self._http.pool()
+        # In a task of its own: each piece of an answer wakes this one coroutine, and not all those
+        # that wait for it. Cancelled with it; and left behind where it outlives its time.
+        exchange = asyncio.create_task(self._attempts(method, path, body, until))
+        exchange.add_done_callback(_retrieved)
+        left = max(0.0, until - asyncio.get_running_loop().time())
+        with self._stalls.call("helper", path, until, errors.HELPER_TIMEOUT):
+            try:
+                await asyncio.wait([exchange], timeout=left + END_SECONDS)
+            finally:
+                exchange.cancel()
+        if exchange.done():
+            return exchange.result()
+        raise errors.HELPER_TIMEOUT(
+            f"a call to the helper at {self.place} did not end {END_SECONDS:g} s after its time, "
+            "and does not heed its cancellation"
+        )
 
-        Further attempts are made only while nothing was sent: from then on a call may have cost
+    async def _attempts(
+        self, method: str, path: str, body: bytes | None, until: float
+    ) -> tuple[int, bytes]:
+        """Further attempts are made only while nothing was sent: from then on a call may have cost
         money, even if no answer comes.
         """
-        self._http.pool()
         for attempt in itertools.count(1):
             try:
-                # In a task of its own: each piece of an answer wakes this one coroutine, and not
-                # all those that wait for it. Cancelled with it, as an awaited coroutine is.
-                answer = await asyncio.create_task(
-                    self._http.exchange(
-                        method,
-                        self._base + path,
-                        body,
-                        until=until,
-                        bytes_max=ANSWER_BYTES_MAX,
-                        json_only=True,
-                    )
+                answer = await self._http.exchange(
+                    method,
+                    self._base + path,
+                    body,
+                    until=until,
+                    bytes_max=ANSWER_BYTES_MAX,
+                    json_only=True,
                 )
             except ExchangeFailed as error:
                 last = error.failure is ExchangeFault.LATE or attempt >= CONNECT_TRIES
@@ -388,6 +407,12 @@ class HelperClient:
             f"no connection to the helper at {self.place} ({why}): start it, or set "
             "reward.helper.url"
         )
+
+
+def _retrieved(exchange: asyncio.Task[Any]) -> None:
+    """A failure that no caller awaits must not warn at collection."""
+    if not exchange.cancelled():
+        exchange.exception()
 
 
 def _judge(

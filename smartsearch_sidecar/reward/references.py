@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,11 @@ ROWS_NAMED_MAX: Final = 5  # a file that is wrong throughout needs no longer lis
 _COLUMNS: Final = ("question", "golden_answers", "ground_truth", "reward_model.ground_truth")
 
 
+Facts: TypeAlias = tuple[int, ...] | None
+"""By which a file is known again: device, inode, size, times of change. ``None``: not there."""
+Files: TypeAlias = tuple[tuple[Split, Path, Facts], ...]
+
+
 class Located(NamedTuple):
     """Where the question of a rollout was declared; ``question`` is as the scorer finds it."""
 
@@ -51,8 +57,10 @@ class References:
         counts: questions per declared split.
     """
 
-    def __init__(self, declared: Declared) -> None:
+    def __init__(self, declared: Declared, files: Files = ()) -> None:
+        """``files`` are those that were read, as they were before that."""
         self._declared = declared
+        self._files = files
         rows = sorted((split, question, answers) for question, (split, answers) in declared.items())
         dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
         digest = hashlib.sha256()
@@ -72,16 +80,38 @@ class References:
         Raises: ``REFERENCES_INVALID``, which names bad rows by number, counted from 1 (lines, in
         JSONL); ``NOT_AVAILABLE`` for a Parquet file where pyarrow is not installed.
         """
+        given: list[tuple[Split, Path | None]] = [("train", train), ("validation", validation)]
+        named = [(split, path) for split, path in given if path is not None]
         declared: Declared = {}
-        if train is not None:
-            _declare(declared, "train", train)
-        if validation is not None:
-            _declare(declared, "validation", validation)
+        files = tuple((split, path, _facts(path)) for split, path in named)
+        for split, path in named:
+            _declare(declared, split, path)
         if not declared:
             raise errors.REFERENCES_INVALID(
                 "no references are declared: set reward.references.train or .validation"
             )
-        return cls(declared)
+        return cls(declared, files)
+
+    def recheck(self) -> None:
+        """Looks whether the files still declare the same; blocking. They are read again only where
+        a file's status says that it was touched. Raises ``REFERENCES_CHANGED``.
+        """
+        now = tuple((split, path, _facts(path)) for split, path, _ in self._files)
+        if now == self._files:
+            return
+        paths: dict[Split, Path] = {split: path for split, path, _ in self._files}
+        try:
+            again = References.load(paths.get("train"), paths.get("validation"))
+        except errors.UsageError as error:
+            raise errors.REFERENCES_CHANGED(
+                f"the references can no longer be read: {error.message}"
+            ) from error
+        if again.digest != self.digest:
+            raise errors.REFERENCES_CHANGED(
+                f"the references {' and '.join(map(str, paths.values()))} changed while the run "
+                "was served: they declare other questions or answers than it was claimed with"
+            )
+        self._files = now
 
     def lookup(self, solution_str: str, ground_truth: str | Sequence[str]) -> Located:
         """Finds the question of a rollout and checks the answers sent with it.
@@ -120,6 +150,17 @@ def user_question(solution_str: str) -> str:
 
 def _composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
+
+
+def _facts(path: Path) -> Facts:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None  # reading it says why
+    return (
+        *(status.st_dev, status.st_ino, status.st_size),
+        *(status.st_mtime_ns, status.st_ctime_ns),
+    )
 
 
 class _BadRow(Exception):

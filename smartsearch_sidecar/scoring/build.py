@@ -21,6 +21,7 @@ import structlog
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
 from smartsearch_sidecar.contract.execute import QueryProblem, declined_result
+from smartsearch_sidecar.daemon_threads import DaemonThreads
 from smartsearch_sidecar.ledger.recorded_queries import RecordedRun
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.helper import HelperClient
@@ -39,6 +40,7 @@ from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.scoring.helper_calls import HelperDispatch, MeteredCalls
 from smartsearch_sidecar.scoring.rows import Preparation
 from smartsearch_sidecar.scoring.service import Scoring
+from smartsearch_sidecar.stalls import Stalls
 
 IDENTITY_SECONDS = 60.0  # how often the helper is asked who it is, besides in every answer
 
@@ -81,6 +83,7 @@ class Rewards:
             preparation=Preparation(self.references, self.answers, binding, section),
             calls=MeteredCalls(run, dispatch),
             section=section,
+            threads=DaemonThreads(section.slots, "the scorer", errors.SCORER_FAILED),
         )
 
     async def remember(self, directory: Path | None, cluster_run: Learns | None) -> None:
@@ -97,6 +100,13 @@ class Rewards:
         for query, result in own:
             self.answers.add(query, result)
 
+    def look(self) -> None:
+        """Looks whether scorer and references are what the run was claimed with; blocking. Raises
+        ``SOURCE_CHANGED`` or ``REFERENCES_CHANGED``.
+        """
+        self.source.recheck()
+        self.references.recheck()
+
     async def watch(self, run: Run) -> None:
         """Asks the helper who it is until cancelled; another model closes the latch."""
         log = structlog.get_logger("rewards")
@@ -111,7 +121,7 @@ class Rewards:
                 log.warning("the helper could not be asked who it is", reason=exc.message)
 
 
-async def open_rewards(config: Config) -> Rewards:
+async def open_rewards(config: Config, stalls: Stalls) -> Rewards:
     """Verifies source and references and asks the helper who it is.
 
     Raises ``UsageError`` where a file is not what it must be, ``HelperFault`` where the helper is
@@ -124,7 +134,7 @@ async def open_rewards(config: Config) -> Rewards:
     )
     for key in ("url", "model", "model_sha256"):
         _needed(getattr(section.helper, key), f"reward.helper.{key}")
-    helper = HelperClient(section.helper)
+    helper = HelperClient(section.helper, stalls=stalls)
     try:
         scorer = await asyncio.to_thread(Scorer, source)
         identity = await helper.identity()

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config.sections import RewardSection
 from smartsearch_sidecar.contract.reward import RewardItem
+from smartsearch_sidecar.daemon_threads import DaemonThreads
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.run.record import RewardAnswered, RewardFailed, RewardReused
@@ -29,6 +31,10 @@ from smartsearch_sidecar.run.slots import Slots
 from smartsearch_sidecar.run.state import Score
 from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
 from smartsearch_sidecar.scoring.rows import Preparation, Row, judged
+
+CALLS_END_SECONDS: Final = 2.0  # after the deadline: for helper calls to be given up and settled
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Scoring:
     preparation: Preparation
     calls: MeteredCalls
     section: RewardSection
+    threads: DaemonThreads
     _under_way: dict[str, asyncio.Future[Score]] = field(default_factory=dict, init=False)
     _tasks: set[asyncio.Task[list[Scored]]] = field(default_factory=set, init=False)
 
@@ -68,14 +75,20 @@ class Scoring:
         what answers the request counts it.
         """
         task = asyncio.get_running_loop().create_task(
-            self._score(items, began + self.section.deadline_seconds)
+            self._score(items, began, began + self.section.deadline_seconds)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # The task goes on if the caller is cancelled; its failure closes the latch all the same.
         return await asyncio.shield(task)
 
-    async def _score(self, items: Sequence[RewardItem], deadline: float) -> list[Scored]:
+    async def _score(
+        self, items: Sequence[RewardItem], began: float, deadline: float
+    ) -> list[Scored]:
+        with self.run.stalls.request("reward", began, deadline, errors.REWARD_DEADLINE):
+            return await self._in_turn(items, deadline)
+
+    async def _in_turn(self, items: Sequence[RewardItem], deadline: float) -> list[Scored]:
         try:
             async with self.slots.hold(deadline):
                 self.run.state.refuse_closed()
@@ -167,13 +180,27 @@ class Scoring:
             raise
 
     async def _side_by_side(self, rows: list[Row], deadline: float) -> None:
-        await asyncio.to_thread(self._collect_prompts, rows)
+        await self._in_thread(deadline, partial(self._collect_prompts, rows))
         owners = [row for row in rows for _ in row.prompts]
         prompts = [prompt for row in rows for prompt in row.prompts]
         texts = await self.calls.ask(owners, prompts, deadline)
         for row, text in zip(owners, texts, strict=True):
             row.texts.append(text)
-        await asyncio.to_thread(self._compute, rows)
+        await self._in_thread(deadline, partial(self._compute, rows))
+
+    async def _in_thread(self, deadline: float, work: Callable[[], T]) -> T:
+        """What ``work`` returns: the scorer's code, or its file. Left behind at the deadline."""
+        with self.run.stalls.call("scorer", "score", deadline, errors.REWARD_DEADLINE):
+            bound = asyncio.timeout_at(deadline)
+            try:
+                async with bound:
+                    return await self.threads.run(work)
+            except TimeoutError:
+                if not bound.expired():
+                    raise
+                raise errors.REWARD_DEADLINE(
+                    "the scorer was still running at the deadline (reward.deadline_seconds)"
+                ) from None
 
     def _collect_prompts(self, rows: list[Row]) -> None:
         """The source's bytes and the dry pass, in a thread."""
@@ -194,7 +221,7 @@ class Scoring:
     async def _one_after_another(self, rows: list[Row], deadline: float) -> None:
         """Each prompt asked when the scorer asks it: the scorer's thread waits for the loop."""
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(self.scorer.source.recheck)
+        await self._in_thread(deadline, self.scorer.source.recheck)
         for row in rows:
 
             def ask(prompt: str, row: Row = row) -> str:
@@ -205,10 +232,11 @@ class Scoring:
                 row.texts.append(text)
                 return text
 
-            row.reward = await asyncio.to_thread(
-                self.scorer.score_serial, row.item.solution_str, row.item.ground_truth, ask
-            )
-        await asyncio.to_thread(self.scorer.source.recheck)
+            item = row.item
+            score = partial(self.scorer.score_serial, item.solution_str, item.ground_truth, ask)
+            # Helper calls under way at the deadline are settled first: they say why.
+            row.reward = await self._in_thread(deadline + CALLS_END_SECONDS, score)
+        await self._in_thread(deadline, self.scorer.source.recheck)
         for row in rows:
             row.verdicts = list(map(self.scorer.verdict, row.texts))
 
@@ -249,8 +277,9 @@ class Scoring:
             self.run.recorder.close_latch(failure.cause, consumed=True, detail=failure.message)
 
     async def close(self) -> None:
-        """Waits for scores under way and frees the helper's connections."""
+        """Waits for scores under way, each until its deadline at most, and ends the threads."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.threads.stop()
 
 
 def as_reward_failure(exc: BaseException) -> errors.SidecarError:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.execute import (
@@ -78,11 +78,19 @@ class ServicePolicy(NamedTuple):
     emptied_share_max: float
 
 
+class Sources(Protocol):
+    """The files that a run was claimed with, beside those of its provider."""
+
+    async def look(self, seconds: float) -> bool:
+        """Whether all of them were looked at in time; one that differs closes the latch."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Service:
     """Everything between the parsed edge and the ledger, for one run. ``on_answer`` is called with
     query and text of every answer of a search before it is handed over, for the provenance of
-    rewards; ``repeats`` is there where a lost answer may be asked for again.
+    rewards; ``repeats`` is there where a lost answer may be asked for again; ``sources`` are asked
+    by the gate.
     """
 
     run: Run
@@ -93,6 +101,7 @@ class Service:
     stopping: bool = False
     """No connection is taken any more: until the run has ended, what is asked of it is refused."""
     repeats: Repeats | None = None
+    sources: Sources | None = None
 
     def __post_init__(self) -> None:
         self._state = self.run.state
@@ -176,6 +185,16 @@ class Service:
         what answers the request counts it.
         """
         deadline = began + self.policy.deadline_seconds
+        with self.run.stalls.request("rollout", began, deadline, errors.DEADLINE_PASSED):
+            return await self._in_turn(deadline, gone, work, ask)
+
+    async def _in_turn(
+        self,
+        deadline: float,
+        gone: Callable[[], bool],
+        work: Callable[[float], Coroutine[Any, Any, Answer]],
+        ask: Ask | None,
+    ) -> Answer:
         try:
             try:
                 await self.slots.take(deadline)
@@ -215,8 +234,10 @@ class Service:
     async def check_identity(self, deadline: float) -> None:
         """Asks for admission, and then the provider who it is: the last step before a number."""
         self._state.admit_search()
+        late = errors.DEADLINE_PASSED
         try:
-            await run_until_deadline(deadline, self.retrieval.guard.check_identity())
+            with self.run.stalls.call("provider", "identity", deadline, late):
+                await run_until_deadline(deadline, self.retrieval.guard.check_identity())
         except TimeoutError:
             raise errors.DEADLINE_PASSED(
                 "the provider had not said what it serves at the deadline"

@@ -133,10 +133,10 @@ class App:
         """A connection over ``server.connections_max`` was refused: a rollout's or the trainer's,
         since it has shown a capability.
         """
-        self._log.error("connections_max reached; a connection was refused")
         self._ready.close_latch(
             errors.BUSY("server.connections_max was reached and a connection refused")
         )
+        self._log.error("connections_max reached; a connection was refused")
 
     def exhausted(self) -> None:
         """Connections may have been dropped before any code of ours has seen them."""
@@ -154,8 +154,9 @@ class App:
 
     def crashed(self, exc: BaseException) -> None:
         """A handler broke; the run is over, because what was answered is not known."""
-        self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
+        # First, for what kept the handler from its end may keep the log from its line.
         self._ready.close_latch(errors.INTERNAL_ERROR(f"a handler ended in {type(exc).__name__}"))
+        self._log.error("handler failed", exception=type(exc).__name__, exc_info=exc)
 
     # --- dispatch ---------------------------------------------------------------------------------
 

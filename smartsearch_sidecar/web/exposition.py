@@ -79,10 +79,12 @@ def _requests(run: ServedRun) -> Iterator[Sample]:
         yield "slots", (route,), slots.slots
         yield "slots_in_service", (route,), slots.in_service
         yield "slots_waiting", (route,), slots.waiting
-    yield "oldest_request_seconds", ("execute",), run.oldest_seconds()
+    stalls = service.run.stalls
+    yield "oldest_request_seconds", ("execute",), stalls.oldest_seconds("rollout")
     if run.scoring is not None:
-        yield "oldest_request_seconds", ("reward",), observer.oldest_score()
+        yield "oldest_request_seconds", ("reward",), stalls.oldest_seconds("reward")
     yield "connections", (), run.connections()
+    yield "loop_stood_still_seconds_total", (), stalls.loop.total_seconds
 
 
 def _searches(run: ServedRun) -> Iterator[Sample]:

@@ -189,6 +189,11 @@ class OperatorRoutes:
         """Begins to take ticks."""
         self._take(run)
         self._task = asyncio.get_running_loop().create_task(self._ticks(run), name="operator")
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and isinstance(exc := task.exception(), MemoryError):
+            self._ready.close_latch(errors.INTERNAL_ERROR(f"a tick ended in {type(exc).__name__}"))
 
     async def close(self) -> None:
         """Ends the ticks and every viewer's stream."""
@@ -267,7 +272,6 @@ class OperatorRoutes:
                 "remedy": remedy(cause.cause),
                 "going_on": GOING_ON,
             },
-            "oldest_seconds": run.oldest_seconds(),
             "helper_failures": dict(observer.helper_failures),
             "quotas": [
                 {

@@ -49,8 +49,7 @@ class ServedRun:
 
     ``scoring`` is there where rewards are on, ``cluster_run`` where the run has other nodes: then
     what is said is said of the whole run. ``directory`` holds its ledger. ``facts`` are its
-    identities as claimed. ``connections`` counts the open ones; ``oldest_began`` is the loop time
-    of the oldest unanswered rollout request, infinite where every one is answered.
+    identities as claimed. ``connections`` counts the open ones.
     """
 
     service: Service
@@ -58,7 +57,6 @@ class ServedRun:
     scoring: Scoring | None
     observer: Observer
     connections: Callable[[], int]
-    oldest_began: Callable[[], float]
     facts: Mapping[str, Any]
     cluster_run: ClusterRun | None = None
 
@@ -81,10 +79,6 @@ class ServedRun:
         if self.cluster_run is None:
             return covered(self.service.run.state)
         return self.cluster_run.covered(self.service)
-
-    def oldest_seconds(self) -> float:
-        """Age of the oldest unanswered rollout request; 0 where every one is answered."""
-        return max(0.0, asyncio.get_running_loop().time() - self.oldest_began())
 
 
 def quotas(service: Service) -> list[Quota]:

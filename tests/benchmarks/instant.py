@@ -36,7 +36,8 @@ class Instant(FakeProvider):
 async def serve(config: Path, directory: Path, seconds: float) -> int:
     """Serves until SIGTERM."""
     from smartsearch_sidecar.config import load
-    from smartsearch_sidecar.process.daemon import Daemon, configure_logs
+    from smartsearch_sidecar.process.daemon import Daemon
+    from smartsearch_sidecar.process.logs import configure_logs
 
     loaded = load(config, overrides={"run.directory": str(directory)})
     daemon = Daemon(loaded, provider=Instant(seconds=seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -30,3 +31,16 @@ def slow() -> Retriever:
 def instant() -> Retriever:
     """No waiting at all."""
     return Retriever(0.0)
+
+
+class Hanging(Retriever):
+    """A search that does not come back, in foreign code that no cancellation reaches."""
+
+    def search(self, query: str, top_n: int = 5) -> list[dict[str, Any]]:
+        threading.Event().wait()
+        return []
+
+
+def hanging() -> Retriever:
+    """Every search holds its thread for good."""
+    return Hanging(0.0)

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import structlog
 
-from smartsearch_sidecar.process import daemon
+from smartsearch_sidecar.process import logs
 
 SECRET = "a-capability-of-a-run"
 
@@ -31,7 +31,7 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize("pretty", [False, True])
 def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """A field, another library's message and a traceback show the mask in place of a secret."""
-    daemon.configure_logs([SECRET], pretty=pretty)
+    logs.configure_logs([SECRET], pretty=pretty)
     structlog.get_logger("ours").info("asked", path=f"/{SECRET}/execute")
     logging.getLogger("theirs").warning("GET /%s/health", SECRET)
     try:
@@ -40,7 +40,7 @@ def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFi
         logging.getLogger("theirs").exception("failed")
     said = capsys.readouterr().err
     assert SECRET not in said
-    assert said.count(daemon.MASK) >= 3
+    assert said.count(logs.MASK) >= 3
     if not pretty:
         lines = [json.loads(line) for line in said.splitlines()]
         assert [line["level"] for line in lines] == ["info", "warning", "error"]
@@ -51,7 +51,7 @@ def test_a_secret_is_masked_in_every_line(pretty: bool, capsys: pytest.CaptureFi
 
 def test_a_line_that_cannot_be_written_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     """A record that cannot be formatted is named by its logger and the error's type alone."""
-    daemon.configure_logs([SECRET], pretty=True)
+    logs.configure_logs([SECRET], pretty=True)
     logging.getLogger("theirs").warning("a number: %d", SECRET)
     said = capsys.readouterr().err
     assert said == "a log line of theirs could not be written (TypeError)\n"
@@ -68,7 +68,7 @@ def test_a_stream_that_is_gone_ends_no_request(
     if closed:
         stream.close()
     monkeypatch.setattr("sys.stderr", stream)
-    daemon.configure_logs([SECRET], pretty=False)
+    logs.configure_logs([SECRET], pretty=False)
     logging.getLogger("theirs").warning("not to be read")
     with suppress(OSError):  # what is left in its buffer
         stream.close()

@@ -261,9 +261,8 @@ class RunMachine(RuleBasedStateMachine):
     def _thread_at_work(self) -> bool:
         writer = self.service.run.writer
         ending = writer.failure is not None and writer._task is not None and not writer._task.done()
-        if writer._reading.locked():  # reading back takes a thread of its own, and no held disk
-            return True
-        return (writer._busy or writer.looking > 0 or ending) and not self.disk.blocked
+        at_work = writer.busy_since is not None or writer.looking > 0 or writer._reading.locked()
+        return (at_work or ending) and not self.disk.blocked
 
     def do(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts it, settles, and returns its task, done or not."""

@@ -507,7 +507,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.may_block("a folder that was touched is looked through once; then the run is over")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_a_change_under_a_served_index_is_seen(
@@ -524,7 +523,6 @@ async def test_a_change_under_a_served_index_is_seen(
     await provider.close()
 
 
-@pytest.mark.may_block("a folder that was touched is looked through once; then the run is over")
 async def test_another_index_in_its_place_is_seen(folder: Path, built: Path) -> None:
     """A served folder that was moved aside for another one is noticed, even for its own copy."""
     provider = await opened(folder)
@@ -537,7 +535,6 @@ async def test_another_index_in_its_place_is_seen(folder: Path, built: Path) -> 
     await provider.close()
 
 
-@pytest.mark.may_block("a folder that was touched is looked through once")
 async def test_what_does_not_matter_changes_nothing(folder: Path) -> None:
     """A file beside those of the index, or another mode of the folder, is no other identity; and a
     link to the folder may be pointed elsewhere, for the next run.

@@ -384,7 +384,14 @@ class Dialer:
         at = loop.time() + grace
         if at < self._counts_from.get(reason, float("inf")):
             self._counts_from[reason] = at
-            loop.call_at(at, self._weigh)
+            loop.call_at(at, self._due, reason, at)
+            self._weigh()
+
+    def _due(self, reason: Hashable, at: float) -> None:
+        # Marked, and not compared with the clock: a timer may fire a moment before its time, and
+        # no other one would look at this reason again.
+        if self._counts_from.get(reason) == at:
+            self._counts_from[reason] = float("-inf")
             self._weigh()
 
     def clear(self, reason: Hashable) -> None:

@@ -29,6 +29,7 @@ from tantivy import Occur, Query
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config
+from smartsearch_sidecar.daemon_threads import DaemonThreads
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.analysis import (
     CONTENTS,
@@ -40,7 +41,6 @@ from smartsearch_sidecar.retrieval.bm25.analysis import (
 )
 from smartsearch_sidecar.retrieval.bm25.manifest import REBUILD, Manifest, cannot_read, remove
 from smartsearch_sidecar.retrieval.provider import Progress
-from smartsearch_sidecar.retrieval.threads import RetrieverThreads
 
 WORDS_MAX: Final = 32
 """Distinct words of one question that are searched: 4 KB of text cost 2 ms instead of 222 at two
@@ -161,11 +161,13 @@ class Bm25Provider:
                 "engine": manifest.tantivy,
             }
         )
-        self._threads = RetrieverThreads(max(2, len(os.sched_getaffinity(0))), self.name)
+        cores = len(os.sched_getaffinity(0))
+        self._threads = DaemonThreads(max(2, cores), self.name, errors.PROVIDER_FAULT)
 
     async def identity(self) -> Mapping[str, Any]:
         """Corpus and index, as verified; a look at every file says that they still are."""
-        self.index.files.check()
+        if self.index.files.touched():
+            await self._threads.run(self.index.files.look_through)
         return self._identity
 
     async def search(self, query: str, top_n: int) -> list[dict[str, Any]]:
@@ -211,16 +213,21 @@ class ServedFiles:
         self._facts[handle] = (name, _facts(os.fstat(handle)))
         return handle
 
-    def check(self) -> None:
-        """Raises ``IdentityChanged`` naming the file that is not the one that was verified."""
+    def touched(self) -> bool:
+        """Whether the folder must be looked through. Raises ``IdentityChanged`` naming an open file
+        that is not as it was verified.
+        """
         for handle, (name, before) in self._facts.items():
             if _facts(os.fstat(handle)) != before:
                 path = self.folder / name
                 raise errors.IDENTITY_CHANGED(f"{path} was changed while it is served")
+        return _folder_facts(os.fstat(self._handle)) != self._folder_facts
+
+    def look_through(self) -> None:
+        """Whether the folder's names still lead to the files that are served; walks a path each,
+        which may block. Raises ``IdentityChanged`` naming the first one that does not.
+        """
         now = _folder_facts(os.fstat(self._handle))
-        if now == self._folder_facts:
-            return
-        # The folder was touched: whether its names still lead to the files that are served.
         for name, before in self._facts.values():
             path = self.folder / name
             try:

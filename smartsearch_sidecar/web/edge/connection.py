@@ -1,6 +1,4 @@
-"""A connection: segments in, requests one after the other, and whether answers were taken; and the
-factory of connections, which holds what they share.
-"""
+"""A connection: segments in, requests in turn, answers taken or not; and what all of them share."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from typing import Any, Final, cast
 from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.stalls import LoopWatch
 from smartsearch_sidecar.web.capabilities import LONGEST, Capabilities
 from smartsearch_sidecar.web.edge.request import (
     AFTER_WRITE,
@@ -24,6 +23,7 @@ from smartsearch_sidecar.web.edge.request import (
     EdgeObserver,
     EdgeRequest,
     Reply,
+    unread_seconds,
 )
 
 HALF_CLOSE_SECONDS: Final = 1.0  # for the client to close first: that tells whether it has read
@@ -184,6 +184,8 @@ class EdgeConnection(web.RequestHandler):
             if self.unread:
                 self.unread.clear()
             self._arrived = self._loop.time()
+            if self._arrived > self.server.loop_watch.trusted_until:
+                self._arrived -= unread_seconds(self.transport)
             if not within_body:
                 if not self.authenticated:
                     self._look(data)
@@ -196,12 +198,7 @@ class EdgeConnection(web.RequestHandler):
         try:
             super().data_received(data)
         except Exception as exc:  # noqa: BLE001  # the parser's callbacks raise what yarl raises
-            # A target such as `http://[::1]@/` does so. aiohttp would close without an answer and
-            # without a call of `handle_error`, so the fault is queued as its own faults are.
-            self._request_count += 1
-            self._messages.append((_ErrInfo(400, exc, ""), EMPTY_PAYLOAD))
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+            self._unparsed(exc)
         if self._request_count != count:
             if within_body and not self.authenticated:
                 self._look(data)  # what came behind the end of the body
@@ -209,6 +206,15 @@ class EdgeConnection(web.RequestHandler):
         if self._message_tail:
             self._message_tail = b""
             self._blame("behind_upgrade")
+
+    def _unparsed(self, exc: Exception) -> None:
+        """Queue it as aiohttp queues its own: it would close unanswered (`http://[::1]@/`)."""
+        if isinstance(exc, MemoryError):  # no fault of the bytes, however they look
+            self.server.observer.crashed(exc)
+        self._request_count += 1
+        self._messages.append((_ErrInfo(400, exc, ""), EMPTY_PAYLOAD))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _look(self, data: bytes) -> None:
         """See whether it shows a capability at its beginning. A body is not looked at: it may be
@@ -398,20 +404,21 @@ class EdgeServer(web.Server):
         strangers_max: int = STRANGERS_MAX,
         descriptors_max: int = sys.maxsize,
         stall_seconds: float = STALL_SECONDS,
+        loop_watch: LoopWatch | None = None,
     ) -> None:
         """Make a server that no connection can reach before `listen`.
 
         What ``handler`` raises is answered with a constant 500. A connection whose bytes hold one
         of the ``capabilities`` is no stranger's; without them every one is.
         ``keepalive_seconds`` bounds idle connections, and headers that do not become whole; the
-        kernel drops a peer that takes no byte for ``stall_seconds``.
+        kernel drops a peer that takes no byte for ``stall_seconds``. Where ``loop_watch`` says that
+        the loop stood still, the kernel is asked when a request came.
 
         At most ``connections_max`` connections that have shown a capability are open, and
         ``strangers_max`` more in all. A stranger's is ended for a newcomer, the oldest first, also
         where a newcomer's descriptor is ``descriptors_max`` or higher.
 
-        Raises:
-            InvariantBroken: a bound is zero.
+        Raises ``InvariantBroken`` where a bound is zero.
         """
         if min(keepalive_seconds, connections_max, strangers_max, stall_seconds) <= 0:
             raise errors.INTERNAL_ERROR("The edge needs bounds that are over zero.")
@@ -430,6 +437,7 @@ class EdgeServer(web.Server):
         self.strangers_max = strangers_max
         self.descriptors_max = descriptors_max
         self.stall_seconds = stall_seconds
+        self.loop_watch = loop_watch or LoopWatch()
         self.draining = False
         self.open = 0  # connections
         self.known = 0  # of them: those that have shown a capability

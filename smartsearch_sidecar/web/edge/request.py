@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 ONE_WRITE_BYTES: Final = 65536  # up to here a copy is cheaper than a second packet
 _ROOT: Final = URL("/")
+# Of Linux' tcp_info: where `tcpi_last_data_recv` stands, in milliseconds.
+TCP_LAST_DATA: Final = slice(52, 56)
 # The stages of a lost answer, as `on_lost` is told them.
 BEFORE_WRITE: Final = "before_write"
 AT_WRITE: Final = "at_write"
@@ -297,3 +301,12 @@ class EdgeRequest(web.BaseRequest):
         # A body that was whole before its client left stays readable: it was not short.
         if not self._payload.is_eof():
             super()._cancel(exc)
+
+
+def unread_seconds(transport: asyncio.BaseTransport | None) -> float:
+    """How long the kernel has had the latest bytes of a connection, for a loop that stood still."""
+    if transport is None:
+        return 0.0
+    sock = transport.get_extra_info("socket")
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_LAST_DATA.stop)
+    return int.from_bytes(info[TCP_LAST_DATA], sys.byteorder) / 1000

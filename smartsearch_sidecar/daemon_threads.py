@@ -1,7 +1,7 @@
-"""Threads for a retriever that blocks: the embedded index, and an operator's own.
+"""Threads for code that blocks and may not come back: a retriever, the pinned scorer, a slow disk.
 
 They are daemons, which is why they are not an executor's: ``concurrent.futures`` joins its threads
-when the interpreter exits, and a search that hangs in foreign code would keep the process alive.
+when the interpreter exits, and a call that hangs in foreign code would keep the process alive.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from smartsearch_sidecar import errors
 _T = TypeVar("_T")
 
 
-class RetrieverThreads:
+class DaemonThreads:
     """``count`` daemon threads that take calls in order."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, fault: errors.Failure[Any]) -> None:
+        """``name`` stands in messages; ``fault`` is raised where a call cannot be taken."""
+        self._name = name
+        self._fault = fault
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
@@ -36,10 +39,10 @@ class RetrieverThreads:
 
     async def run(self, call: Callable[[], _T]) -> _T:
         """What ``call`` returns or raises. A caller that leaves before its turn frees the turn.
-        Raises ``ProviderFault`` after ``stop``, and for what cannot cross to the loop.
+        Raises ``fault`` after ``stop``, and for what cannot cross to the loop.
         """
         if self._stopped:
-            raise _closed()
+            raise self._closed()
         future: Future[_T] = Future()
         self._calls.put((future, call))
         return await asyncio.wrap_future(future)
@@ -52,7 +55,7 @@ class RetrieverThreads:
         with suppress(queue.Empty):
             while (item := self._calls.get_nowait()) is not None:
                 if item[0].set_running_or_notify_cancel():
-                    item[0].set_exception(_closed())
+                    item[0].set_exception(self._closed())
         for _ in self._threads:
             self._calls.put(None)
 
@@ -69,25 +72,24 @@ class RetrieverThreads:
             try:
                 result = call()
             except BaseException as error:  # noqa: BLE001 - raised in the task that awaits it
-                future.set_exception(_carried(error))
+                future.set_exception(self._carried(error))
             else:
                 future.set_result(result)
             # Held until the next call comes, they would keep an answer in memory for as long.
             del item, future, call
 
+    def _closed(self) -> errors.SidecarError:
+        fault: errors.SidecarError = self._fault(f"{self._name} is closed; no call is taken")
+        return fault
 
-def _closed() -> errors.ProviderFault:
-    return errors.PROVIDER_FAULT("the retriever is closed; no search is taken any more")
+    def _carried(self, error: BaseException) -> Exception:
+        """What may cross from a thread to the loop: these kinds would mean something else there.
 
-
-def _carried(error: BaseException) -> Exception:
-    """What may cross from a thread to the loop: these kinds would mean something else there.
-
-    ``StopIteration`` cannot be set on a future (the caller would wait for ever), a cancellation
-    would look like the caller's own, and ``SystemExit`` would end the loop.
-    """
-    if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
-        return error
-    fault = errors.PROVIDER_FAULT(f"the retriever raised {type(error).__name__}")
-    fault.__cause__ = error
-    return fault
+        ``StopIteration`` cannot be set on a future (the caller would wait for ever), a cancellation
+        would look like the caller's own, and ``SystemExit`` would end the loop.
+        """
+        if isinstance(error, Exception) and not isinstance(error, StopIteration | CancelledError):
+            return error
+        fault: errors.SidecarError = self._fault(f"{self._name} raised {type(error).__name__}")
+        fault.__cause__ = error
+        return fault
