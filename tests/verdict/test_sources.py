@@ -132,7 +132,9 @@ async def test_the_same_contents_are_no_failure(tmp_path: Path, name: str) -> No
         await scored(on)
         await asyncio.to_thread(act, tmp_path / file)
         for step in range(2):
-            status, _ = await on.run.internal("POST", "/checkpoints", {"step": step, "allow_idle": True})
+            status, _ = await on.run.internal(
+                "POST", "/checkpoints", {"step": step, "allow_idle": True}
+            )
             assert status == 201
         await scored(on)
 

@@ -1,4 +1,4 @@
-"""A connection: segments in, requests in turn, answers taken or not; and what all of them share."""
+"""A connection: segments in, requests in turn, answers taken or not; and what they all share."""
 
 from __future__ import annotations
 
