@@ -251,9 +251,11 @@ class RunFiles:
             self.disk.overwrite(fd, held.ljust(ROOM_BYTES, BLANK))
         self._keep(path)
 
-    def leave_latch(self, data: bytes) -> None:
+    def leave_latch(self, data: bytes, *, alone: bool = False) -> None:
         """Writes ``latch.json``, or in place into the room set aside for it where no new file can
-        be made. Raises ``FileExistsError`` where either holds a cause: the first one wins.
+        be made. ``alone``: no record says the same, so it is written in both places, and a person
+        who removes the file forgets no failure. Raises ``FileExistsError`` where either holds a
+        cause: the first one wins.
         """
         try:
             self.create_only(LATCH, data)
@@ -266,8 +268,14 @@ class RunFiles:
                 raise
             if self._room_taken:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), ROOM) from None
-            self._room_taken = True
-            self.disk.overwrite(self._room_fd, data[:ROOM_BYTES].ljust(ROOM_BYTES, BLANK))
+            self._fill_room(self._room_fd, data)
+        else:
+            if alone and self._room_fd is not None and not self._room_taken:
+                self._fill_room(self._room_fd, data)
+
+    def _fill_room(self, fd: int, data: bytes) -> None:
+        self._room_taken = True
+        self.disk.overwrite(fd, data[:ROOM_BYTES].ljust(ROOM_BYTES, BLANK))
 
     def replace(self, name: str, data: bytes) -> None:
         """A file that may be rewritten whole (``endpoints.json``): written beside, then renamed."""

@@ -427,4 +427,4 @@ class Writer:
         # process refuses all requests without it, and exits 4.
         with contextlib.suppress(OSError):
             value = {"at": self._clock(), **shortened.to_data()}
-            self._files.leave_latch(encode_json(value) + b"\n")
+            self._files.leave_latch(encode_json(value) + b"\n", alone=True)

@@ -23,7 +23,6 @@ OFF: dict[str, str] = {
     "--resume, which is documented",
     "read-only report": "docs/formats.md: a disk that takes no write keeps no latch, and with "
     "on_unclean_restart = report the next start goes on",
-    "latch removed": "latch.json alone has the failure of a ledger that took no record of it",
 }
 """Classes of faults that are known and not mended, each with its reason: no hunt has them."""
 

@@ -21,7 +21,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import LATCH, ROOM, ROOM_BYTES, RunFiles
 from smartsearch_sidecar.ledger.verify import verify
-from tests.fakes.disk import FullDisk
+from tests.fakes.disk import FailingSync, FullDisk
 from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import Rewarded, rewarded
@@ -180,6 +180,27 @@ async def test_the_first_cause_is_kept(
         assert health["cause"]["detail"] == LONG[:500]
         (record,) = [one for one in scored.run.records() if one["kind"] == "latch.closed"]
         assert record["data"]["cause"] == "operator"
+
+
+async def test_a_latch_that_no_record_has_outlives_its_file(
+    tmp_path: Path, helper: FakeHelper
+) -> None:
+    """The ledger failed and its disk takes files again: ``latch.json``, which a person removes, and
+    the room say it both.
+    """
+    disk = FailingSync(10**9)
+    keys: dict[str, Any] = {"run__on_unclean_restart": "report", "helper": helper}
+    async with rewarded(tmp_path, disk=disk, **keys) as scored:
+        assert (await scored.run.execute("before"))[0] == 200
+        disk.fails_at = disk.syncs + 1
+        await search(scored)
+        await scored.run.stop()
+        run = scored.run.directory
+    assert b"ledger_failed" in (run / LATCH).read_bytes()
+    (run / LATCH).unlink()
+    async with rewarded(tmp_path, resume=True, **keys) as scored:
+        _, health = await scored.run.health()
+        assert (health["state"], health["cause"]["cause"]) == ("failed", "ledger_failed")
 
 
 def test_the_room_is_written_once(tmp_path: Path) -> None:
