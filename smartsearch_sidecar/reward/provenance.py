@@ -58,6 +58,9 @@ DIGEST_BYTES: Final = QUERY_BYTES + WHOLE_BYTES + LITERAL_BYTES + len(CHECKED_AT
 
 _HEAD: Final = "result: \n"  # how the client names the field; it omits an empty one
 _TAIL: Final = f"\n{RESULT_END}"
+# The blocks of what was declined, from behind their <result> on.
+_DECLINED: Final = f"{_HEAD}{DECLINED_RESULT}{_TAIL}"
+_DECLINED_CALL: Final = f"{_HEAD}{DECLINED_CALL_RESULT}{_TAIL}"
 _SHARD_DIGESTS: Final = 128  # a look through so many takes a microsecond or two
 
 _SPECIAL: Final = r"<[^<>\s]{1,64}>"  # <|im_end|> <s> </s> <pad>
@@ -128,9 +131,9 @@ class AnswerDigests:
     def has(self, query: str, block: str) -> bool:
         """Whether a block, as it stands in a rollout, is an answer of this run to the query."""
         text = block.removeprefix(RESULT_START)
-        if text == f"{_HEAD}{DECLINED_RESULT}{_TAIL}" and _is_declined(query):
+        if text == _DECLINED and _is_declined(query):
             return True
-        if text == f"{_HEAD}{DECLINED_CALL_RESULT}{_TAIL}":
+        if text == _DECLINED_CALL:
             query = DECLINED_CALL
         key = _query_digest(query) + _block_digest(text)[:WHOLE_BYTES]
         return next(self._held(key), None) is not None
@@ -138,12 +141,9 @@ class AnswerDigests:
     def has_beginning(self, query: str, block: str) -> bool:
         """Whether a block that was cut begins as an answer of this run to the query does."""
         text = _uncut(block.removeprefix(RESULT_START))
-        if f"{_HEAD}{DECLINED_RESULT}{_TAIL}".startswith(text) and _is_declined(query):
+        if _DECLINED.startswith(text) and _is_declined(query):
             return True
-        declined_call = block_of(DECLINED_CALL_RESULT)
-        if declined_call.removeprefix(RESULT_START).startswith(text) and self.has(
-            "", declined_call
-        ):
+        if _DECLINED_CALL.startswith(text) and self.has(query, RESULT_START + _DECLINED_CALL):
             return True
         if not _HEAD.startswith(text[: len(_HEAD)]):
             return _TAIL.startswith(text) and self.has(query, RESULT_START + _TAIL)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from smartsearch_sidecar.contract.execute import DECLINED_CALL_RESULT
+from smartsearch_sidecar.reward.provenance import DECLINED_CALL, AnswerDigests, block_of
 from tests.fakes import rollouts
 from tests.fakes.helper import FakeHelper
 from tests.fakes.rewarded import QUESTION, rewarded
@@ -180,6 +181,17 @@ async def test_a_number_of_the_client_ends_the_run(tmp_path: Path, path: str, va
         assert status == 400 or answer["result"] is None
         _, health = await run.health()
         assert health["cause"]["cause"] == "invalid_search_request"
+
+
+def test_a_declined_call_that_was_cut_is_known() -> None:
+    """Its block is judged by prefix like any other, where this run has declined a call."""
+    answers, without = AnswerDigests(2), AnswerDigests(2)
+    answers.add(DECLINED_CALL, DECLINED_CALL_RESULT)
+    whole = block_of(DECLINED_CALL_RESULT)
+    for end in range(len("<result>") + 1, len(whole)):
+        assert answers.has_beginning("any", whole[:end])
+        assert not without.has_beginning("any", whole[:end])
+    assert not answers.has_beginning("any", whole[:-20] + "!")
 
 
 async def test_a_declined_call_is_an_answer_of_this_run(tmp_path: Path) -> None:

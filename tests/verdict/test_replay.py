@@ -11,7 +11,8 @@ import json
 import random
 import shutil
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +278,9 @@ async def test_a_client_that_left_while_it_waited(tmp_path: Path) -> None:
         assert of_kind(run, "delivery.repeated") == [(1, {"loss": 1})]
 
 
-async def test_a_repeat_that_leaves_while_the_first_is_searched(tmp_path: Path) -> None:
-    """Three tries of one rollout, the second gone from the room: one loss, settled by the third."""
+@asynccontextmanager
+async def left_while_searched(tmp_path: Path) -> AsyncIterator[tuple[Served, asyncio.Event]]:
+    """A client has left while its search goes on until the gate opens; no slot is free."""
     provider = FakeProvider()
     provider.gate = asyncio.Event()
     async with replaying(tmp_path / "run", provider=provider, execute__slots=2) as run:
@@ -286,6 +288,12 @@ async def test_a_repeat_that_leaves_while_the_first_is_searched(tmp_path: Path) 
         await until(lambda: provider.under_way == 1)
         await run.service.slots.take(1e9)
         first.sock.close()
+        yield run, provider.gate
+
+
+async def test_a_repeat_that_leaves_while_the_first_is_searched(tmp_path: Path) -> None:
+    """Three tries of one rollout, the second gone from the room: one loss, settled by the third."""
+    async with left_while_searched(tmp_path) as (run, gate):
         second = await asks(run)
         await until(lambda: run.service.slots.waiting == 1)
         second.sock.close()
@@ -295,7 +303,7 @@ async def test_a_repeat_that_leaves_while_the_first_is_searched(tmp_path: Path) 
         assert run.service.run.state.awaited == set()
         third = await asks(run)
         await until(lambda: run.service.slots.in_service == 2)
-        provider.gate.set()
+        gate.set()
         assert (await third.answer()).status == 200
         third.sock.close()
         await healthy(run, retrieval_attempts=1, delivery_lost=2, delivery_repeated=1)
@@ -303,13 +311,7 @@ async def test_a_repeat_that_leaves_while_the_first_is_searched(tmp_path: Path) 
 
 async def test_a_third_try_stands_behind_one_that_left_the_room(tmp_path: Path) -> None:
     """The second try is gone before its slot and the third waits behind it: still one loss."""
-    provider = FakeProvider()
-    provider.gate = asyncio.Event()
-    async with replaying(tmp_path / "run", provider=provider, execute__slots=2) as run:
-        first = await asks(run)
-        await until(lambda: provider.under_way == 1)
-        await run.service.slots.take(1e9)
-        first.sock.close()
+    async with left_while_searched(tmp_path) as (run, gate):
         await until(lambda: run.daemon._edges[0].open == 0)
         second = await asks(run)
         await until(lambda: run.service.slots.waiting == 1)
@@ -320,7 +322,7 @@ async def test_a_third_try_stands_behind_one_that_left_the_room(tmp_path: Path) 
         run.service.slots.give()
         await until(lambda: run.service.slots.in_service == 2)
         assert (run.service.run.state.lost, run.service.run.state.awaited) == (1, set())
-        provider.gate.set()
+        gate.set()
         assert (await third.answer()).status == 200
         third.sock.close()
         await healthy(run, retrieval_attempts=1, delivery_lost=2, delivery_repeated=1)
