@@ -278,9 +278,9 @@ class Writer:
             why = f"a write did not end within {self.stall_seconds:g} s (ledger.stall_seconds)"
             # The batch under way may still reach the medium: what asked for it waits no longer.
             self._fail(errors.LEDGER_STALLED(why), self._batch)
+            self._wake_up()
         elif (exc := looked.exception()) is not None:
-            self._fail(_failure(exc))
-        self._wake_up()
+            self._fail_for(exc)
 
     async def read_back(self) -> int:
         """Reads from the medium what was written since the last time; returns how many bytes.
@@ -295,8 +295,7 @@ class Writer:
             try:
                 return await asyncio.to_thread(self._read_back.to, self.seq, self.head)
             except (errors.SidecarError, OSError) as exc:
-                self._fail(_failure(exc))
-                self._wake_up()
+                self._fail_for(exc)
                 return 0
             finally:
                 self.looking -= 1
@@ -307,8 +306,12 @@ class Writer:
                 await asyncio.sleep(LOOK_SECONDS)
                 await self.look()
         except Exception as exc:  # noqa: BLE001 - the run must not go on without a look
-            self._fail(_failure(exc))
-            self._wake_up()
+            self._fail_for(exc)
+
+    def _fail_for(self, exc: BaseException) -> None:
+        """For what was found beside the task, which then leaves the latch's file."""
+        self._fail(_failure(exc))
+        self._wake_up()
 
     def in_turn(self, work: Callable[[], None]) -> asyncio.Future[None]:
         """Has ``work`` done between two batches, where the disk may block."""

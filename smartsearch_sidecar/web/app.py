@@ -140,10 +140,10 @@ class App:
 
     def exhausted(self) -> None:
         """Connections may have been dropped before any code of ours has seen them."""
-        self._log.error("no file descriptor is left; connections may have been dropped")
         self._ready.close_latch(
             errors.OUT_OF_DESCRIPTORS("no file descriptor was left to accept a connection with")
         )
+        self._log.error("no file descriptor is left; connections may have been dropped")
 
     def look(self) -> bool:
         """Whether a connection could be accepted now; if not, the run has failed."""
