@@ -2,13 +2,15 @@
 
 One pooled client with bounds on everything. It follows no redirect and uses no proxy, because a
 prompt holds reference answers and a query belongs to the run; it keeps no cookie; it sends each
-request once. What a failure means is for the caller to say: here it only gets a name.
+request once: another attempt is made only where no connection was got, so that nothing was sent. What a failure means is for the caller to say: here it only gets a name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +19,10 @@ from typing import Final
 import aiohttp
 
 from smartsearch_sidecar import errors
+
+CONNECT_PAUSE_SECONDS: Final = 0.25
+"""Before a second attempt at a connection; it grows by itself with each. A restarting proxy is back
+by then, and a dead service is reported within a second."""
 
 _OK: Final = 200
 _JSON: Final = "application/json"
@@ -86,6 +92,8 @@ class OutboundHttp:
     connections_max: int  # 0 is no bound, for a caller that has one of its own
     keepalive_seconds: float
     connect_seconds: float | None  # for one attempt; None leaves the exchange's own bound
+    connect_tries: int = 1
+    pause: Callable[[float], Awaitable[object]] = asyncio.sleep  # between attempts, in seconds
     _session: aiohttp.ClientSession | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -139,29 +147,34 @@ class OutboundHttp:
 
         Raises:
             ExchangeFailed: there is no usable answer.
-            InvariantBroken: there is no pool: not yet, or no longer.
+            InvariantBroken: the pool was closed before.
         """
-        session = self._session
-        if session is None:
-            raise errors.INTERNAL_ERROR("a service was asked while its client had no pool")
+        session = self.pool()
         reached = _Reached()
         try:
             async with asyncio.timeout_at(until):
-                return await _once(
-                    session.request(
-                        method,
-                        url,
-                        data=body,
-                        headers=None if body is None else {"Content-Type": _JSON},
-                        allow_redirects=False,
-                        trace_request_ctx=reached,
-                    ),
-                    reached,
-                    bytes_max,
-                    json_only=json_only,
-                )
+                for attempt in itertools.count(1):
+                    try:
+                        return await _once(
+                            session.request(
+                                method,
+                                url,
+                                data=body,
+                                headers=None if body is None else {"Content-Type": _JSON},
+                                allow_redirects=False,
+                                trace_request_ctx=reached,
+                            ),
+                            reached,
+                            bytes_max,
+                            json_only=json_only,
+                        )
+                    except ExchangeFailed:
+                        if reached.sent or attempt >= self.connect_tries:
+                            raise
+                    await self.pause(CONNECT_PAUSE_SECONDS * attempt)
         except TimeoutError as error:
             raise _failed(ExchangeFault.LATE, reached, error) from error
+        raise errors.INTERNAL_ERROR("an exchange ended without an answer or an error")
 
 
 async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:

@@ -46,7 +46,7 @@ class Wait:
     gate has seen it late.
     """
 
-    among: set[Wait]
+    among: dict[object, Wait]
     on: str
     call: str
     began: float
@@ -60,11 +60,11 @@ class Wait:
         return self.until - self.began
 
     def __enter__(self) -> Self:
-        self.among.add(self)
+        self.among[self] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.among.discard(self)
+        del self.among[self]
 
 
 class StoodStill(NamedTuple):
@@ -83,8 +83,8 @@ class Stalls:
     answered, infinite where there is none: the edge knows a request before any other code.
     """
 
-    requests: set[Wait] = field(default_factory=set)
-    calls: set[Wait] = field(default_factory=set)
+    requests: dict[object, Wait] = field(default_factory=dict)
+    calls: dict[object, Wait] = field(default_factory=dict)
     loop: LoopWatch = field(default_factory=lambda: LoopWatch())
     unanswered: Callable[[], float] = field(default=lambda: float("inf"))
 
@@ -97,18 +97,30 @@ class Stalls:
         began = asyncio.get_running_loop().time()
         return Wait(self.calls, on, call, began, until, late)
 
+    def call_of(
+        self, task: asyncio.Task[Any], on: str, call: str, until: float, late: Failure[Any]
+    ) -> None:
+        """A call that a task makes: it stands here from now on until the task is done."""
+        began = asyncio.get_running_loop().time()
+        self.calls[task] = Wait(self.calls, on, call, began, until, late)
+        task.add_done_callback(self.calls.__delitem__)
+
     def oldest_seconds(self, on: str | None = None) -> float:
         """Age of the oldest request that has not ended, of those ``on`` a route if one is named."""
-        begun = [wait.began for wait in self.requests if on in (None, wait.on)]
+        begun = [wait.began for wait in self.requests.values() if on in (None, wait.on)]
         if on != "reward":
             begun.append(self.unanswered())
         now = asyncio.get_running_loop().time()
         return max(0.0, now - min(begun, default=now))
 
+    def waits(self) -> list[Wait]:
+        """All that is under way, the oldest first."""
+        return sorted((*self.calls.values(), *self.requests.values()), key=lambda wait: wait.began)
+
     def late(self) -> Iterator[Wait]:
         """What has outlived its time."""
         now = asyncio.get_running_loop().time()
-        return (wait for wait in (*self.requests, *self.calls) if wait.until < now)
+        return (wait for wait in self.waits() if wait.until < now)
 
 
 class LoopWatch:

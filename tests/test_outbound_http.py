@@ -63,7 +63,6 @@ class Server:
 async def opened() -> AsyncIterator[OutboundHttp]:
     """A client that is open, and closed afterwards."""
     client = OutboundHttp(connections_max=2, keepalive_seconds=1.0, connect_seconds=None)
-    client.pool()
     try:
         yield client
     finally:

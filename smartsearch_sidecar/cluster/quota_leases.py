@@ -32,8 +32,8 @@ from typing import Any, Final
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.cluster.values import canonical, read_object, unreadable
 from smartsearch_sidecar.config import Config
-from smartsearch_sidecar.run.quotas import MAX_NEW_TOKENS
 from smartsearch_sidecar.run.record import SplitQuotas
+from smartsearch_sidecar.run.scores import MAX_NEW_TOKENS
 from smartsearch_sidecar.run.state import RunState
 
 SEARCHES: Final = "searches"

@@ -27,7 +27,7 @@ from smartsearch_sidecar.config.loading import env_name
 from smartsearch_sidecar.config.model import FIELDS
 from smartsearch_sidecar.doctor.machine import export_line
 from smartsearch_sidecar.load_test.client_worker import THREADS_PER_RANK
-from smartsearch_sidecar.run.quotas import MAX_NEW_TOKENS
+from smartsearch_sidecar.run.scores import MAX_NEW_TOKENS
 
 REWARD_FILE = Path(smartsearch_sidecar.__file__).parent / "integrations" / "smartsearch_reward.py"
 SPARE: Final = 1.25

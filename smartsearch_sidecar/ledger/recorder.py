@@ -71,8 +71,7 @@ class Recorder:
 
     def _fold_all(self, records: Sequence[Record]) -> list[Draft]:
         items = [Draft(record, record.to_json()) for record in records]
-        for record in records:
-            self._state.fold(record)
+        self._state.fold_all(records)
         return items
 
     def post_for_receipt(self, record: Record) -> asyncio.Future[Receipt]:

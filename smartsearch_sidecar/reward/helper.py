@@ -19,7 +19,6 @@ known. No message quotes the answer: it may repeat the prompt, which holds the r
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -31,16 +30,13 @@ from smartsearch_sidecar.config.sections import HelperSection
 from smartsearch_sidecar.contract.json import NotStrictJson, parse_strict
 from smartsearch_sidecar.outbound_http import ExchangeFailed, ExchangeFault, OutboundHttp
 from smartsearch_sidecar.run.json_values import is_text
-from smartsearch_sidecar.run.quotas import MAX_NEW_TOKENS
+from smartsearch_sidecar.run.scores import MAX_NEW_TOKENS
 from smartsearch_sidecar.stalls import Stalls
 
 # 2,048 tokens are some 20 KB; an over-long answer of a hundred times that is still read, because it
 # says what it has cost.
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-# Attempts at a connection, each refused before anything was sent. The pause grows by itself with
-# each: a restarting proxy is back by then, and a dead helper is reported within a second.
 CONNECT_TRIES: Final = 3
-CONNECT_PAUSE_SECONDS: Final = 0.25
 CONNECT_SECONDS: Final = 10.0  # for one attempt: a black hole is not worth the whole timeout
 END_SECONDS: Final = 1.0  # beyond its time, for an exchange to end by itself before it is left
 # Well under the 5 s after which uvicorn (SGLang, vLLM) drops an idle connection: a call written to
@@ -214,12 +210,13 @@ class HelperClient:
         self._protocol = PROTOCOLS[section.kind]
         self._base = base_of(str(section.url), self._protocol.path)
         self.place = urlsplit(self._base).netloc  # host and port, for messages
-        self._pause = pause
         self._stalls = stalls or Stalls()
         self._http = OutboundHttp(
             connections_max=0,  # the dispatch bounds the calls at once
             keepalive_seconds=KEEPALIVE_SECONDS,
             connect_seconds=CONNECT_SECONDS,
+            connect_tries=CONNECT_TRIES,
+            pause=pause,
         )
         self._shown: Mapping[str, str] | None = None
         self._weights: str | None = None
@@ -323,52 +320,35 @@ class HelperClient:
         self, method: str, path: str, body: bytes | None, until: float
     ) -> tuple[int, bytes]:
         """Status and body, the body only of a 200. ``until`` is in seconds of the loop's clock."""
-        self._http.pool()
-        # In a task of its own: each piece of an answer wakes this one coroutine, and not all those
-        # that wait for it. Cancelled with it; and left behind where it outlives its time.
-        exchange = asyncio.create_task(self._attempts(method, path, body, until))
-        exchange.add_done_callback(_retrieved)
-        left = max(0.0, until - asyncio.get_running_loop().time())
-        with self._stalls.call("helper", path, until, errors.HELPER_TIMEOUT):
-            try:
-                await asyncio.wait([exchange], timeout=left + END_SECONDS)
-            finally:
-                exchange.cancel()
-        if exchange.done():
-            return exchange.result()
-        raise errors.HELPER_TIMEOUT(
-            f"a call to the helper at {self.place} did not end {END_SECONDS:g} s after its time, "
-            "and does not heed its cancellation"
+        # In a task of its own: each piece of an answer wakes that one, and not all that wait for
+        # it. Cancelled with its caller, and left behind where it outlives its time.
+        exchange = asyncio.create_task(
+            self._http.exchange(
+                method,
+                self._base + path,
+                body,
+                until=until,
+                bytes_max=ANSWER_BYTES_MAX,
+                json_only=True,
+            )
         )
-
-    async def _attempts(
-        self, method: str, path: str, body: bytes | None, until: float
-    ) -> tuple[int, bytes]:
-        """Further attempts are made only while nothing was sent: from then on a call may have cost
-        money, even if no answer comes.
-        """
-        for attempt in itertools.count(1):
-            try:
-                answer = await self._http.exchange(
-                    method,
-                    self._base + path,
-                    body,
-                    until=until,
-                    bytes_max=ANSWER_BYTES_MAX,
-                    json_only=True,
-                )
-            except ExchangeFailed as error:
-                last = error.failure is ExchangeFault.LATE or attempt >= CONNECT_TRIES
-                if error.sent or last:
-                    raise self._fault(error) from error
-            else:
-                return answer.status, answer.body
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._pause(CONNECT_PAUSE_SECONDS * attempt)
-            except TimeoutError:
-                raise self._unreachable("not in time") from None
-        raise errors.INTERNAL_ERROR("an exchange ended without an answer or an error")
+        exchange.add_done_callback(_retrieved)
+        self._stalls.call_of(exchange, "helper", path, until, errors.HELPER_TIMEOUT)
+        left = max(0.0, until - asyncio.get_running_loop().time())
+        try:
+            await asyncio.wait([exchange], timeout=left + END_SECONDS)
+        finally:
+            exchange.cancel()
+        if not exchange.done():
+            raise errors.HELPER_TIMEOUT(
+                f"a call to the helper at {self.place} did not end {END_SECONDS:g} s after its "
+                "time, and does not heed its cancellation"
+            )
+        try:
+            answer = exchange.result()
+        except ExchangeFailed as error:
+            raise self._fault(error) from error
+        return answer.status, answer.body
 
     def _fault(self, error: ExchangeFailed) -> errors.HelperFault:
         """What an exchange without a usable answer is to the run."""

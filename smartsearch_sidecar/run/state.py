@@ -9,98 +9,29 @@ to the writer in the same step of the loop, so that the order of folding is that
 Numbers: searches, scores and helper calls each have a series of their own, counted from 1 without
 gaps in the order of admission. A number is never used twice, also not across a restart. Scores and
 helper calls are numbered per split (``train``, ``validation``), each with its own quotas
-(``quotas.py``).
+(``scores.py``).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run import record as kinds
 from smartsearch_sidecar.run.coverage import Coverage, Emptied
-from smartsearch_sidecar.run.quotas import Meter, settle
 from smartsearch_sidecar.run.record import Cause, Record
+from smartsearch_sidecar.run.scores import Meter, Scores, settle
 
-VERDICT_WINDOW = 200  # the share of verdicts not understood is taken over so many, DESIGN section 3
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A reward this run has given: what a reuse repeats."""
-
-    split: str
-    number: int
-    reward: float
-
-
-@dataclass(slots=True)
-class Scores:
-    """The rewards of a run: quotas and usage per split, what was given, what verdicts said.
-
-    ``given`` has the reward of each key (``reward.requested``); ``keys`` those of open scores.
-    ``judged_blocks`` are result blocks that were looked up, ``unjudged_searches`` calls that were
-    shown without one, both by split.
-    """
-
-    splits: dict[str, Meter] = field(default_factory=dict)
-    given: dict[str, Score] = field(default_factory=dict)
-    reused: int = 0
-    failed: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
-    judged_blocks: Counter[str] = field(default_factory=Counter)
-    unjudged_searches: Counter[str] = field(default_factory=Counter)
-    policy_blocks: int = 0
-    broken_blocks: int = 0
-    window: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICT_WINDOW))
-    keys: dict[tuple[str, int], str] = field(default_factory=dict)
-
-    @property
-    def settled(self) -> bool:
-        """No score and no helper call of any split is without its settlement."""
-        return all(meter.settled for meter in self.splits.values())
-
-    @property
-    def unparsed_share(self) -> float:
-        """Verdicts of the last ``VERDICT_WINDOW`` that were neither 0 nor 1, as a share of all
-        places of the window: the first few of a run cannot close it.
-        """
-        return sum(self.window) / VERDICT_WINDOW
-
-    @property
-    def unjudged_split(self) -> str | None:
-        """A split of which no block was ever judged, though its rollouts show searches of this run.
-
-        A rollout that never searched shows none, nor does one that a pinned client wrote: there a
-        block follows each call that was answered.
-        """
-        for split, meter in self.splits.items():
-            shown = meter.score_responses and self.unjudged_searches[split]
-            if shown and not self.judged_blocks[split]:
-                return split
-        return None
-
-    def usage(self) -> dict[str, dict[str, int]]:
-        return {name: meter.usage() for name, meter in self.splits.items()}
-
-    @property
-    def judged(self) -> int:
-        """Result blocks that were looked up, of both splits."""
-        return self.judged_blocks.total()
-
-    def result_blocks(self) -> dict[str, int]:
-        """Result blocks of scored rollouts; broken ones are judged ones."""
-        return {"judged": self.judged, "policy": self.policy_blocks, "broken": self.broken_blocks}
-
-    def meter(self, split: str) -> Meter:
-        """The quotas of a split. Raises ``LedgerCorrupt`` where it was never claimed."""
-        found = self.splits.get(split)
-        if found is None:
-            raise errors.LEDGER_CORRUPT(f"no split named {split!r:.40} was claimed")
-        return found
+_WHILE_OPEN = frozenset(
+    {
+        *(kinds.RetrievalRequested, kinds.RetrievalDeclined, kinds.RewardRequested),
+        *(kinds.HelperRequested, kinds.CheckpointAccepted),
+    }
+)
+"""What a run that has failed admits no more."""
 
 
 @dataclass(slots=True)
@@ -191,20 +122,29 @@ class RunState:
 
     def fold(self, record: Record) -> None:
         """Applies one record. Raises ``LedgerCorrupt`` for one that cannot follow this state."""
-        step = self._STEPS[type(record)]
-        self.closed_cleanly = False
-        try:
-            step(self, record)
-        except errors.InvariantBroken as exc:
-            raise errors.LEDGER_CORRUPT(exc.message) from None
-        except kinds.MISREAD as exc:
-            raise errors.LEDGER_CORRUPT(
-                f"a {record.kind} record lacks what the fold reads ({type(exc).__name__}: {exc})"
-            ) from None
+        self.fold_all((record,))
 
-    def _require_open(self, record: Record) -> None:
-        if self.closed:
-            raise errors.LEDGER_CORRUPT(f"a {record.kind} record comes after the latch was closed")
+    def fold_all(self, records: Iterable[Record]) -> None:
+        """``fold`` for records in order."""
+        for record in records:
+            kind = type(record)
+            self.closed_cleanly = False
+            try:
+                if self.cause is not None and kind in _WHILE_OPEN:
+                    raise errors.LEDGER_CORRUPT(
+                        f"a {record.kind} record comes after the latch was closed"
+                    )
+                if (of_scores := Scores.STEPS.get(kind)) is not None:
+                    of_scores(self.scores, record)
+                else:
+                    self._STEPS[kind](self, record)
+            except errors.InvariantBroken as exc:
+                raise errors.LEDGER_CORRUPT(exc.message) from None
+            except kinds.MISREAD as exc:
+                raise errors.LEDGER_CORRUPT(
+                    f"a {record.kind} record lacks what the fold reads "
+                    f"({type(exc).__name__}: {exc})"
+                ) from None
 
     def _require_counts(self, record: Record, stated: Mapping[str, Any]) -> None:
         """A record that states the usage states ours; one of a later version may state more."""
@@ -234,7 +174,6 @@ class RunState:
         self.closed_cleanly = True
 
     def _requested(self, record: kinds.RetrievalRequested) -> None:
-        self._require_open(record)
         number, before, most = record.number, self.attempts, self.max_calls
         if before >= most:
             raise errors.LEDGER_CORRUPT(f"search {number} was admitted over the quota of {most}")
@@ -256,7 +195,6 @@ class RunState:
         self.failed += 1
 
     def _declined(self, record: kinds.RetrievalDeclined) -> None:
-        self._require_open(record)
         if record.number != self.declined + 1:
             raise errors.LEDGER_CORRUPT(
                 f"declined query {record.number} came after declined query {self.declined}"
@@ -279,53 +217,12 @@ class RunState:
         settle(self.awaited, record.loss, "lost answer")
         self.repeated += 1
 
-    def _score_requested(self, record: kinds.RewardRequested) -> None:
-        self._require_open(record)
-        scores = self.scores
-        scores.meter(record.split).on_score_requested(record.number)
-        scores.keys[record.split, record.number] = record.key
-        scores.judged_blocks[record.split] += record.judged_blocks or 0
-        scores.unjudged_searches[record.split] += record.unjudged_searches or 0
-        scores.policy_blocks += record.policy_blocks or 0
-        scores.broken_blocks += len(record.broken_blocks or ())
-
-    def _score_answered(self, record: kinds.RewardAnswered) -> None:
-        scores = self.scores
-        scores.meter(record.split).on_score_answered(record.number)
-        key = scores.keys.pop((record.split, record.number))
-        scores.given.setdefault(key, Score(record.split, record.number, float(record.reward)))
-        for verdict in record.verdicts:
-            scores.verdicts[verdict] += 1
-            scores.window.append(verdict in ("other", "empty"))
-
-    def _score_failed(self, record: kinds.RewardFailed) -> None:
-        self.scores.meter(record.split).on_score_failed(record.number)
-        self.scores.keys.pop((record.split, record.number), None)
-        self.scores.failed += 1
-
-    def _score_reused(self, record: kinds.RewardReused) -> None:
-        self.scores.meter(record.split)  # raises where the split was never claimed
-        self.scores.reused += 1
-
-    def _call_requested(self, record: kinds.HelperRequested) -> None:
-        self._require_open(record)
-        self.scores.meter(record.split).on_requested(record.number)
-
-    def _call_answered(self, record: kinds.HelperAnswered) -> None:
-        meter = self.scores.meter(record.split)
-        meter.on_answered(record.number, record.input_tokens, record.output_tokens)
-
-    def _call_failed(self, record: kinds.HelperFailed) -> None:
-        meter = self.scores.meter(record.split)
-        meter.on_failed(record.number, record.usage, sent=record.sent)
-
     def _latched(self, record: kinds.LatchClosed) -> None:
         if self.closed:
             raise errors.LEDGER_CORRUPT("the latch was closed twice")
         self.cause = record.cause
 
     def _accepted(self, record: kinds.CheckpointAccepted) -> None:
-        self._require_open(record)
         if not self.settled:
             raise errors.LEDGER_CORRUPT("a checkpoint was accepted while work was unsettled")
         self._require_counts(record, record.usage)
@@ -358,13 +255,6 @@ class RunState:
         kinds.RetrievalDeclined: _declined,
         kinds.DeliveryLost: _lost,
         kinds.DeliveryRepeated: _repeated,
-        kinds.RewardRequested: _score_requested,
-        kinds.RewardAnswered: _score_answered,
-        kinds.RewardFailed: _score_failed,
-        kinds.RewardReused: _score_reused,
-        kinds.HelperRequested: _call_requested,
-        kinds.HelperAnswered: _call_answered,
-        kinds.HelperFailed: _call_failed,
         kinds.LatchClosed: _latched,
         kinds.CheckpointAccepted: _accepted,
         kinds.CheckpointRefused: _refused,

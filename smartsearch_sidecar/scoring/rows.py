@@ -72,7 +72,14 @@ class Preparation:
         located = [lookup(item.solution_str, item.ground_truth) for item in items]
         judgements: list[Judgement | None] = [None] * len(items)
         if self.section.provenance != "off":
-            judgements = [self._judge(item) for item in items]
+            # Of verl's tool loop: there `</search>` stops no generation, and a result behind it is
+            # the policy's own text.
+            judgements = [
+                self.answers.judge(item.solution_str)
+                if item.tool_answers is None
+                else judge_tool_answers(self.answers, item.solution_str, item.tool_answers)
+                for item in items
+            ]
         for item, judgement in zip(items, judgements, strict=True):
             if judgement and judgement.broken and self.section.provenance == "enforce":
                 if item.tool_answers is not None:
@@ -86,12 +93,6 @@ class Preparation:
             Row(item, found.split, self._key(found.split, item), judgement)
             for item, found, judgement in zip(items, located, judgements, strict=True)
         ]
-
-    def _judge(self, item: RewardItem) -> Judgement:
-        if item.tool_answers is not None:
-            # Here `</search>` stops no generation: a result behind it is the policy's own text.
-            return judge_tool_answers(self.answers, item.solution_str, item.tool_answers)
-        return self.answers.judge(item.solution_str)
 
     def _key(self, split: str, item: RewardItem) -> str:
         """What must be the same for a score to be reused, as 32 hex digits."""

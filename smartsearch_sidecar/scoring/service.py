@@ -27,8 +27,8 @@ from smartsearch_sidecar.daemon_threads import DaemonThreads
 from smartsearch_sidecar.ledger.recorder import Run
 from smartsearch_sidecar.reward.scorer import Scorer
 from smartsearch_sidecar.run.record import RewardAnswered, RewardFailed, RewardReused
+from smartsearch_sidecar.run.scores import Score
 from smartsearch_sidecar.run.slots import Slots
-from smartsearch_sidecar.run.state import Score
 from smartsearch_sidecar.scoring.helper_calls import MeteredCalls
 from smartsearch_sidecar.scoring.rows import Preparation, Row, judged
 

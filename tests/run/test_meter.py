@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from smartsearch_sidecar import errors
-from smartsearch_sidecar.run.quotas import Meter
+from smartsearch_sidecar.run.scores import Meter
 from tests.fakes.raised import raises
 
 

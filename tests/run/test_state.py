@@ -8,6 +8,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.record import CLASSES, Cause, record_of
+from smartsearch_sidecar.run.scores import Scores
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.journals import Event, answered, closed, failed, latched, requested, resumed
 from tests.fakes.raised import raises
@@ -273,7 +274,9 @@ def test_answer_without_its_cache_is_refused() -> None:
 
 def test_every_kind_has_a_rule() -> None:
     """No record that can be written is unknown to the fold."""
-    assert set(RunState._STEPS) == set(CLASSES.values())
+    rules = [*RunState._STEPS, *Scores.STEPS]
+    assert len(rules) == len(set(rules))
+    assert set(rules) == set(CLASSES.values())
     with pytest.raises(errors.LedgerCorrupt, match="written by a newer version"):
         record_of("run.dreamt", None, {})
 

@@ -12,7 +12,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config.sections import HelperSection
 from smartsearch_sidecar.reward.helper import HelperAnswer, HelperClient
-from smartsearch_sidecar.run.quotas import Meter
+from smartsearch_sidecar.run.scores import Meter
 from smartsearch_sidecar.scoring.helper_calls import (
     HelperDispatch,
     Outcome,

@@ -19,7 +19,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import FlashRagSection
 from smartsearch_sidecar.retrieval.flashrag.provider import PASSING, FlashragProvider
-from smartsearch_sidecar.run.quotas import MAX_NEW_TOKENS
+from smartsearch_sidecar.run.scores import MAX_NEW_TOKENS
 from smartsearch_sidecar.scoring import helper_calls
 from tests.fakes.helper import FakeHelper
 from tests.fakes.retriever import FakeRetriever

@@ -221,14 +221,14 @@ async def test_helper_call_that_heeds_no_cancellation_is_given_up() -> None:
         async with HelperClient(section, pause=stubborn.wait, stalls=stalls) as helper:
             call = asyncio.create_task(helper.ask("prompt", seed=1))
             await until(lambda: stubborn.waiting == 1)
-            assert [wait.on for wait in stalls.calls] == ["helper"]
+            assert [wait.on for wait in stalls.waits()] == ["helper"]
             done, _ = await asyncio.wait([call], timeout=10)
             stubborn.released.set()
             assert done
             with pytest.raises(errors.HelperFault) as caught:
                 await call
             assert errors.HELPER_TIMEOUT.matches(caught.value)
-            assert not stalls.calls
+            await until(lambda: not stalls.calls)
 
 
 HANGING = """

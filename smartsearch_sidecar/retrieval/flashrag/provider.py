@@ -124,7 +124,6 @@ class FlashragProvider:
         recorded: Sequence[canaries.Canary] = ()
         if self._settings.canaries is not None:
             recorded = await asyncio.to_thread(canaries.load, self._settings.canaries)
-        self._http.pool()
         if not recorded:
             # Any answer but a failure will do: other retrievers of this shape have no such route.
             await self._call("GET", "health", None, bytes_max=ANSWER_BYTES_PER_SEARCH)

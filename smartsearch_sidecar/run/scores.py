@@ -1,4 +1,4 @@
-"""The quotas of a split, and what it has spent. No I/O, no time, no randomness.
+"""The rewards of a run: quotas of a split, what it has spent and given. No I/O, no time.
 
 Every helper call goes through three moments, each of them a record:
 
@@ -19,13 +19,19 @@ back, so a used-up number of calls is exhausted at once.
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, ClassVar, Final
 
 from smartsearch_sidecar import errors
+from smartsearch_sidecar.run import record as kinds
+from smartsearch_sidecar.run.record import Record
 
 MAX_NEW_TOKENS: Final = 2048
 """Output tokens a single helper call may write: the pinned scorer's own ``max_new_tokens``."""
+VERDICT_WINDOW: Final = 200
+"""The share of verdicts not understood is taken over so many."""
 _COUNTERS: Final = (
     *("score_attempts", "score_responses", "model_attempts", "model_responses"),
     *("input_tokens", "output_tokens", "unknown_output_token_reservations"),
@@ -153,6 +159,129 @@ class Meter:
 
     def on_score_failed(self, number: int) -> None:
         settle(self.scoring, number, "score")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward this run has given: what a reuse repeats."""
+
+    split: str
+    number: int
+    reward: float
+
+
+@dataclass(slots=True)
+class Scores:
+    """The rewards of a run: quotas and usage per split, what was given, what verdicts said.
+
+    ``given`` has the reward of each key (``reward.requested``); ``keys`` those of open scores.
+    ``judged_blocks`` are result blocks that were looked up, ``unjudged_searches`` calls that were
+    shown without one, both by split.
+    """
+
+    splits: dict[str, Meter] = field(default_factory=dict)
+    given: dict[str, Score] = field(default_factory=dict)
+    reused: int = 0
+    failed: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    judged_blocks: Counter[str] = field(default_factory=Counter)
+    unjudged_searches: Counter[str] = field(default_factory=Counter)
+    policy_blocks: int = 0
+    broken_blocks: int = 0
+    window: deque[bool] = field(default_factory=lambda: deque(maxlen=VERDICT_WINDOW))
+    keys: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    @property
+    def settled(self) -> bool:
+        """No score and no helper call of any split is without its settlement."""
+        return all(meter.settled for meter in self.splits.values())
+
+    @property
+    def unparsed_share(self) -> float:
+        """Verdicts of the last ``VERDICT_WINDOW`` that were neither 0 nor 1, as a share of all
+        places of the window: the first few of a run cannot close it.
+        """
+        return sum(self.window) / VERDICT_WINDOW
+
+    @property
+    def unjudged_split(self) -> str | None:
+        """A split of which no block was ever judged, though its rollouts show searches of this run.
+
+        A rollout that never searched shows none, nor does one that a pinned client wrote: there a
+        block follows each call that was answered.
+        """
+        for split, meter in self.splits.items():
+            shown = meter.score_responses and self.unjudged_searches[split]
+            if shown and not self.judged_blocks[split]:
+                return split
+        return None
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        return {name: meter.usage() for name, meter in self.splits.items()}
+
+    @property
+    def judged(self) -> int:
+        """Result blocks that were looked up, of both splits."""
+        return self.judged_blocks.total()
+
+    def result_blocks(self) -> dict[str, int]:
+        """Result blocks of scored rollouts; broken ones are judged ones."""
+        return {"judged": self.judged, "policy": self.policy_blocks, "broken": self.broken_blocks}
+
+    def meter(self, split: str) -> Meter:
+        """The quotas of a split. Raises ``LedgerCorrupt`` where it was never claimed."""
+        found = self.splits.get(split)
+        if found is None:
+            raise errors.LEDGER_CORRUPT(f"no split named {split!r:.40} was claimed")
+        return found
+
+    # The fold, a method a kind of record.
+
+    def on_score_requested(self, record: kinds.RewardRequested) -> None:
+        self.meter(record.split).on_score_requested(record.number)
+        self.keys[record.split, record.number] = record.key
+        self.judged_blocks[record.split] += record.judged_blocks or 0
+        self.unjudged_searches[record.split] += record.unjudged_searches or 0
+        self.policy_blocks += record.policy_blocks or 0
+        self.broken_blocks += len(record.broken_blocks or ())
+
+    def on_score_answered(self, record: kinds.RewardAnswered) -> None:
+        self.meter(record.split).on_score_answered(record.number)
+        key = self.keys.pop((record.split, record.number))
+        self.given.setdefault(key, Score(record.split, record.number, float(record.reward)))
+        for verdict in record.verdicts:
+            self.verdicts[verdict] += 1
+            self.window.append(verdict in ("other", "empty"))
+
+    def on_score_failed(self, record: kinds.RewardFailed) -> None:
+        self.meter(record.split).on_score_failed(record.number)
+        self.keys.pop((record.split, record.number), None)
+        self.failed += 1
+
+    def on_score_reused(self, record: kinds.RewardReused) -> None:
+        self.meter(record.split)  # raises where the split was never claimed
+        self.reused += 1
+
+    def on_call_requested(self, record: kinds.HelperRequested) -> None:
+        self.meter(record.split).on_requested(record.number)
+
+    def on_call_answered(self, record: kinds.HelperAnswered) -> None:
+        meter = self.meter(record.split)
+        meter.on_answered(record.number, record.input_tokens, record.output_tokens)
+
+    def on_call_failed(self, record: kinds.HelperFailed) -> None:
+        meter = self.meter(record.split)
+        meter.on_failed(record.number, record.usage, sent=record.sent)
+
+    STEPS: ClassVar[Mapping[type[Record], Callable[[Scores, Any], None]]] = {
+        kinds.RewardRequested: on_score_requested,
+        kinds.RewardAnswered: on_score_answered,
+        kinds.RewardFailed: on_score_failed,
+        kinds.RewardReused: on_score_reused,
+        kinds.HelperRequested: on_call_requested,
+        kinds.HelperAnswered: on_call_answered,
+        kinds.HelperFailed: on_call_failed,
+    }
 
 
 def settle(open_numbers: set[int], number: int, what: str) -> None:
