@@ -2,7 +2,8 @@
 
 One pooled client with bounds on everything. It follows no redirect and uses no proxy, because a
 prompt holds reference answers and a query belongs to the run; it keeps no cookie; it sends each
-request once: another attempt is made only where no connection was got, so that nothing was sent. What a failure means is for the caller to say: here it only gets a name.
+request once: a second attempt is made only where no connection was got, so nothing was sent. What a
+failure means is for the caller to say: here it only gets a name.
 """
 
 from __future__ import annotations

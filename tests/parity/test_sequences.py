@@ -85,7 +85,8 @@ def first_seed() -> int:
 def test_generated_sequences_are_alike(tmp_path: Path) -> None:
     """Whatever one caller sends, both answer, count, latch and write down the same."""
     # What a sequence is made of is swept below, a test for each: these few are for its order.
-    assert play_generated(sequences, 30, tmp_path, first_seed()) >= 60
+    # How long each is, its seed decides: only that one step of each was played is sure.
+    assert play_generated(sequences, 30, tmp_path, first_seed()) >= 30
 
 
 @pytest.mark.parametrize("name", sorted(SEARCHES))
