@@ -8,6 +8,7 @@ by SIGKILL, within milliseconds. Without the fork most of a crash test would be 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.disk import Disk
 from smartsearch_sidecar.ledger.file import JOURNAL
 from smartsearch_sidecar.process.daemon import Daemon
+from tests.fakes.forked import warm
 from tests.fakes.provider import FakeProvider, documents_for
 from tests.fakes.served import configured
 
@@ -141,6 +143,10 @@ def wait(pid: int, seconds: float) -> int | None:
 
 def main() -> None:
     """Takes orders until standard input ends."""
+    warm()
+    # The collector of a daemon need not look at what all of them share.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         order = json.loads(line)
         answer = spawn(order) if "directory" in order else wait(order["pid"], order["seconds"])
