@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from smartsearch_sidecar.ledger.verify import verify
+from tests.crash.dying import padded
 from tests.crash.harness import Daemon, Launcher
-from tests.crash.launcher import padded
 from tests.fakes.served import native_body
 
 pytestmark = pytest.mark.process
@@ -48,7 +48,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
-    """Forks the daemon; what still runs is ended with it."""
+    """Starts the daemon; what still runs is ended with it."""
     started = Launcher()
     yield started
     started.close()
