@@ -230,9 +230,9 @@ def check_flat(samples: list[Sample]) -> None:
 
 
 async def test_soak_in_short(launcher: Launcher, tmp_path: Path) -> None:
-    """Two thousand requests with hang-ups and policy errors leave nothing but their records."""
+    """A thousand requests with hang-ups and policy errors leave nothing but their records."""
     # Every kind of request comes by the dozen: wrong queries, hang-ups, and pieces.
-    await soak(launcher, tmp_path / "run", 7, steps=4, pause=0.0, go_on=lambda number: number < 8)
+    await soak(launcher, tmp_path / "run", 7, steps=2, pause=0.0, go_on=lambda number: number < 8)
 
 
 @pytest.mark.soak
