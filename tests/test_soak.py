@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from smartsearch_sidecar.ledger.verify import verify
+from tests.crash.dying import padded
 from tests.crash.harness import Daemon, Launcher
-from tests.crash.launcher import padded
 from tests.fakes.served import native_body
 
 pytestmark = pytest.mark.process
@@ -48,7 +48,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
-    """Forks the daemon; what still runs is ended with it."""
+    """Starts the daemon; what still runs is ended with it."""
     started = Launcher()
     yield started
     started.close()
@@ -230,9 +230,9 @@ def check_flat(samples: list[Sample]) -> None:
 
 
 async def test_soak_in_short(launcher: Launcher, tmp_path: Path) -> None:
-    """Two thousand requests with hang-ups and policy errors leave nothing but their records."""
+    """A thousand requests with hang-ups and policy errors leave nothing but their records."""
     # Every kind of request comes by the dozen: wrong queries, hang-ups, and pieces.
-    await soak(launcher, tmp_path / "run", 7, steps=4, pause=0.0, go_on=lambda number: number < 8)
+    await soak(launcher, tmp_path / "run", 7, steps=2, pause=0.0, go_on=lambda number: number < 8)
 
 
 @pytest.mark.soak

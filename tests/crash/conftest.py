@@ -1,4 +1,4 @@
-"""The launcher of daemons, once for all crash tests."""
+"""What starts daemons, once for all crash tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.crash.harness import Launcher
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
-    """Forks daemons, and ends those that still run at the end of the test."""
+    """Starts daemons, and ends those that still run at the end of the tests."""
     started = Launcher()
     yield started
     started.close()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +18,8 @@ from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH
 from smartsearch_sidecar.ledger.reader import History, RunReader, Scan
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import Verification, verify
-from tests.fakes.process import ROOT, environment
+from tests.fakes.forked import Forked
+from tests.fakes.process import ROOT, command
 from tests.fakes.served import ENVIRONMENT
 from tests.fakes.until import wait_until
 
@@ -33,25 +31,10 @@ Told = tuple[str, str]
 
 
 class Launcher:
-    """The process that forks daemons (``launcher.py``)."""
+    """Starts daemons that die where they are told to (``dying.py``)."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.launcher"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(),
-            cwd=ROOT,
-        )
-        self._daemons: set[int] = set()
-
-    def _ask(self, **order: Any) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps(order).encode() + b"\n")
-        stdin.flush()
-        return json.loads(stdout.readline())
+        self._daemons: list[Daemon] = []
 
     def start(
         self,
@@ -65,44 +48,36 @@ class Launcher:
     ) -> Daemon:
         """A daemon on ``directory``, which dies the ``nth`` time it reaches ``point``."""
         log = directory.with_suffix(".log")
-        pid = self._ask(
-            directory=str(directory),
-            log=str(log),
-            point=point,
-            nth=nth,
-            resume=resume,
-            passage_bytes=passage_bytes,
-            keys=keys,
-        )
-        self._daemons.add(pid)
-        return Daemon(self, pid, directory, log)
-
-    def wait(self, pid: int) -> int:
-        """The exit code of a daemon that ends within ``PATIENCE``."""
-        code = self._ask(pid=pid, seconds=PATIENCE)
-        assert code is not None, f"daemon {pid} did not end"
-        self._daemons.discard(pid)
-        return int(code)
+        order = {
+            "directory": str(directory),
+            "point": point,
+            "nth": nth,
+            "resume": resume,
+            "passage_bytes": passage_bytes,
+            "keys": keys,
+        }
+        process = command("tests.crash.dying", json.dumps(order), folder=ROOT, out=log)
+        daemon = Daemon(process, directory, log)
+        self._daemons.append(daemon)
+        return daemon
 
     def close(self) -> None:
-        """Ends it, and what a failed test has left running."""
-        for pid in self._daemons:
-            os.kill(pid, signal.SIGKILL)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(PATIENCE)
-        self._process.stdout.close()
+        """Ends what a failed test has left running."""
+        for daemon in self._daemons:
+            daemon.process.kill()
 
 
 @dataclass
 class Daemon:
     """One served run in a process of its own."""
 
-    launcher: Launcher
-    pid: int
+    process: Forked
     directory: Path
     log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def endpoints(self) -> Endpoints | None:
         """Its endpoints once it is ready; ``None`` where it has died before."""
@@ -115,7 +90,9 @@ class Daemon:
                 return False  # not yet
 
         wait_until(
-            lambda: written() or not _alive(self.pid), seconds=PATIENCE, found=self.log.read_text
+            lambda: written() or self.process.poll() is not None,
+            seconds=PATIENCE,
+            found=self.log.read_text,
         )
         return read_endpoints(path) if written() else None
 
@@ -131,23 +108,17 @@ class Daemon:
 
     def kill(self) -> int:
         """``kill -9``, and the exit code."""
-        os.kill(self.pid, signal.SIGKILL)
+        self.process.kill()
         return self.wait()
 
     def stop(self) -> int:
         """SIGTERM, and the exit code."""
-        os.kill(self.pid, signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def wait(self) -> int:
         """The exit code once it has ended by itself."""
-        return self.launcher.wait(self.pid)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; a zombie, which has ended and is not yet reaped, does not."""
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state != "Z"
+        return self.process.wait(PATIENCE)
 
 
 @dataclass

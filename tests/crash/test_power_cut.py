@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+from tests.crash.dying import padded
 from tests.crash.harness import Told, check_history, expected_cause
-from tests.crash.launcher import padded
 from tests.fakes.disk import ForgetfulDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import Served, served

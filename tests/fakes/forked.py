@@ -3,27 +3,35 @@
 A fresh interpreter spends two thirds of a second of CPU on imports before a command begins. Here
 one process, ``python -m tests.fakes.forked FD``, imports the package once and forks for each order.
 The forked process runs its module as ``python -m MODULE`` does: with arguments, variables, folder
-and standard streams of its own, as ``__main__``, to the ordinary end of an interpreter.
+and standard streams of its own, as ``__main__``, to the end of its threads and exit functions. What
+an interpreter frees behind those is left to the kernel: taking all modules apart would cost each
+process more than its whole start.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
+from smartsearch_sidecar.errors import SidecarError
 from tests.fakes.until import wait_until
 
 ORDER_BYTES = 128 * 1024
@@ -32,6 +40,8 @@ POLL_SECONDS = 0.005
 # begins as ``__main__``, and runpy warns where it was imported before.
 IMPORTED = (
     "smartsearch_sidecar.commands",
+    "smartsearch_sidecar.commands.serve",
+    "smartsearch_sidecar.retrieval.plugin",
     "smartsearch_sidecar.process.daemon",
     "smartsearch_sidecar.cluster.nats.bus",
     "smartsearch_sidecar.retrieval.bm25.provider",
@@ -39,6 +49,7 @@ IMPORTED = (
     "smartsearch_sidecar.scoring.build",
     "tests.fakes.plugin",
     "tests.fakes.retriever",
+    "tests.fakes.served",
     "requests",
     "uvloop",
 )
@@ -154,13 +165,50 @@ def become(order: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(order["environ"])
     sys.argv = [order["module"], *order["arguments"]]
-    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    code: object = None
+    try:
+        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    if code is not None and not isinstance(code, int):
+        sys.exit(str(code))
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def warm() -> None:
+    """Serves a run and reads a command line: what a process looks up, compiles or checks the first
+    time that it does either is done by then.
+    """
+    from smartsearch_sidecar.commands import app
+    from tests.fakes.served import served
+
+    async def once(folder: Path) -> None:
+        async with served(folder / "run") as run:
+            await run.execute("first")
+            await run.health()
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as nothing,
+        contextlib.redirect_stdout(nothing),
+        contextlib.redirect_stderr(nothing),
+    ):
+        uvloop.run(once(Path(folder)))
+        with contextlib.suppress(SidecarError):
+            app(["serve", "--config", f"{folder}/none.toml"], standalone_mode=False)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def main() -> None:
     """Imports, then forks for each order."""
     for name in IMPORTED:
         importlib.import_module(name)
+    warm()
     # The collector of a forked process need not look at what all of them share.
     gc.collect()
     gc.freeze()

@@ -567,7 +567,7 @@ async def honest(rewards: Rewarded, bpe: Bpe, seed: int, blocks: int) -> None:
 async def test_honest_rollouts_are_never_refused(tmp_path: Path, name: str) -> None:
     """Odd passages and queries, refined ones, groups, limits at every place: none is broken."""
     async with rewarded(tmp_path, reward__reuse_identical=True) as rewards:
-        await honest(rewards, TOKENIZERS[name], seed=1, blocks=150 if name == "qwen" else 60)
+        await honest(rewards, TOKENIZERS[name], seed=1, blocks=80 if name == "qwen" else 40)
 
 
 @pytest.mark.soak

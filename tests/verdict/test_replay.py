@@ -11,13 +11,14 @@ import json
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+from _pytest.mark import ParameterSet
 
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.search.repeats import Repeats
@@ -463,6 +464,11 @@ async def test_the_other_two_are_as_they_were(tmp_path: Path, on_undelivered: st
 # --- by chance ------------------------------------------------------------------------------------
 
 
+def soaked(seeds: Iterable[int]) -> list[ParameterSet]:
+    """Seeds that only ``make soak`` tries."""
+    return [pytest.param(seed, marks=pytest.mark.soak) for seed in seeds]
+
+
 async def rollout(run: Served, chance: random.Random, query: str, key: str, tries: int) -> None:
     """One search of a rollout that loses its answer until the last of its tries, each time at
     another moment: before the search, during it, or with the answer unread.
@@ -477,7 +483,7 @@ async def rollout(run: Served, chance: random.Random, query: str, key: str, trie
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("keyed", [True, False], ids=["with keys", "without"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, *soaked(range(2, 50))])
 async def test_every_rollout_that_asks_again_is_answered(
     tmp_path: Path, seed: int, keyed: bool
 ) -> None:

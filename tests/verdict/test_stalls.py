@@ -296,13 +296,13 @@ async def test_batch_on_its_way_to_the_disk_is_pending_with_its_age(tmp_path: Pa
 async def test_a_loop_that_stood_still_is_not_a_disk_that_does(tmp_path: Path) -> None:
     """While the loop stands, its time for the disk does not pass: the disk's word is unread."""
     disk = HeldDisk()
-    keys: dict[str, Any] = {"ledger__stall_seconds": 2, "execute__deadline_seconds": 30}
+    keys: dict[str, Any] = {"ledger__stall_seconds": 1, "execute__deadline_seconds": 30}
     async with served(tmp_path / "run", disk=disk, **keys) as run:
         disk.let_through.clear()
         asked = asyncio.create_task(run.execute("held"))
         writer = run.service.run.writer
         await until(lambda: not writer.idle and writer.looking > 0)
-        time.sleep(2.5)  # noqa: ASYNC251 - the loop stands still
+        time.sleep(1.5)  # noqa: ASYNC251 - the loop stands still
         disk.let_through.set()
         assert (await asked)[0] == 200
         assert (await run.health(settle=5))[1]["state"] == "healthy"
@@ -403,10 +403,10 @@ def test_a_process_stopped_with_no_request_open_stays_healthy(tmp_path: Path) ->
 @pytest.mark.process
 def test_a_request_counts_from_when_the_kernel_took_it(tmp_path: Path) -> None:
     """Sent to a stopped process and answered past its deadline: late, and the run has failed."""
-    with running(tmp_path, execute__deadline_seconds=2.0) as daemon:
+    with running(tmp_path, execute__deadline_seconds=1.0) as daemon:
         halt(daemon)
         with asking(daemon) as connection:
-            time.sleep(2.5)
+            time.sleep(1.5)
             daemon.process.send_signal(signal.SIGCONT)
             assert status(connection) == 504
         answer = daemon.internal().health()

@@ -435,10 +435,11 @@ PIECES = (
 )
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(4000, marks=pytest.mark.soak)])
 async def test_honest_rollouts_are_never_refused(
-    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """400 seeded rollouts with odd passages, cuts on every side and little room: every answer that
+    """Seeded rollouts with odd passages, cuts on every side and little room: every answer that
     stands in the text is found, and one that is replaced is not.
     """
     function = trainer.load_as_current(
@@ -447,7 +448,7 @@ async def test_honest_rollouts_are_never_refused(
     make_row = function.args[0].__globals__["_row"]
     draw = random.Random(13)
     tool = module.SidecarSearch({"type": "native"})
-    given = AnswerDigests(10_000)
+    given = AnswerDigests(25 * count)
     seen = 0
 
     def search(query: str) -> str:
@@ -461,7 +462,7 @@ async def test_honest_rollouts_are_never_refused(
 
     monkeypatch.setattr(tool, "_search", search)
     manager = trainer.NaiveRewardManager(trainer.Tokenizer(), None)
-    for _ in range(400):
+    for _ in range(count):
         loop = ToolLoop(
             tool,
             response_length=draw.choice([300, 900, 4_000, 100_000]),
@@ -491,4 +492,4 @@ async def test_honest_rollouts_are_never_refused(
             other = sent["solution_str"].replace("<tool_response>\n", "<tool_response>\nerror: ")
             spoilt: Judgement = judge_tool_answers(given, other, answers)
             assert spoilt.broken
-    assert seen > 300
+    assert seen > count * 3 / 4

@@ -1,8 +1,8 @@
-"""Real daemons that die where they are told to.
+"""A daemon that dies where it is told to: ``python -m tests.crash.dying ORDER``.
 
-``python -m tests.crash.launcher`` imports everything once and then forks a daemon for each order it
-reads from standard input (one JSON object a line): a process of its own, with a disk that ends it
-by SIGKILL, within milliseconds. Without the fork most of a crash test would be the import.
+The order is a JSON object: ``directory``, ``keys`` of the configuration, ``resume``,
+``passage_bytes``, and the ``point`` at which its disk ends the process by SIGKILL the ``nth``
+time that it comes there.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import asyncio
 import json
 import logging
 import os
-import select
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,52 +98,16 @@ async def _serve(order: dict[str, Any]) -> int:
     return await daemon.run()
 
 
-def _become_daemon(order: dict[str, Any]) -> int:
-    """In the forked process: its own log, its own loop, and an exit code as ``serve`` has it."""
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (0, 1, 2):
-        os.dup2(log, standard)
+def main() -> int:
+    """Serves the order given as the one argument; the exit code is that of ``serve``."""
     logging.disable()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(order))
-
-
-def spawn(order: dict[str, Any]) -> int:
-    """The process id of a new daemon."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
     try:
-        code = _become_daemon(order)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(json.loads(sys.argv[1])))
     except errors.SidecarError as exc:
-        code = 2
         print(exc.message, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        raise
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def wait(pid: int, seconds: float) -> int | None:
-    """The exit code of a daemon (minus the signal that ended it), ``None`` if it still runs."""
-    fd = os.pidfd_open(pid)
-    try:
-        ended, _, _ = select.select([fd], [], [], seconds)
-    finally:
-        os.close(fd)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if ended else None
-
-
-def main() -> None:
-    """Takes orders until standard input ends."""
-    for line in sys.stdin:
-        order = json.loads(line)
-        answer = spawn(order) if "directory" in order else wait(order["pid"], order["seconds"])
-        print(json.dumps(answer), flush=True)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
