@@ -96,24 +96,31 @@ async def play(directory: Path, sequence: Sequence) -> int:
 
 async def play_each(directory: Path, cases: Mapping[str, tuple[Step, ...]]) -> None:
     """Plays cases one after another. A run that one has ended, or left in two states, is held
-    against the reference's and followed by a new pair. A failure is noted with its case.
+    against the reference's and followed by a new pair. A failure is noted with its cases.
     """
     left = list(cases.items())
     while left:
         place = directory / str(len(left))
         place.mkdir()
-        async with pair(place) as both:
-            name = ""
-            try:
-                while left:
-                    name, steps = left.pop(0)
-                    last = (await _play(both, steps))[-1]
-                    if last.their_state.latched or last.their_state != last.our_state:
-                        break
-                await _hold_what_is_left(both, last)
-            except BaseException as error:
-                error.add_note(f"in {name!r}")
-                raise
+        played: list[str] = []
+        try:
+            async with pair(place) as both:
+                await _hold_what_is_left(both, await _play_while_open(both, left, played))
+        except BaseException as error:
+            error.add_note(f"the last of these cases in one run: {played}")
+            raise
+
+
+async def _play_while_open(
+    both: Pair, left: list[tuple[str, tuple[Step, ...]]], played: list[str]
+) -> Moment:
+    """The last moment of the case that ended the run, or of the last case."""
+    while True:
+        name, steps = left.pop(0)
+        played.append(name)
+        last = (await _play(both, steps))[-1]
+        if not left or last.their_state.latched or last.their_state != last.our_state:
+            return last
 
 
 async def _play(both: Pair, steps: tuple[Step, ...]) -> list[Moment]:
