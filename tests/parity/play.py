@@ -89,16 +89,59 @@ def _head(said: Said) -> list[str | None]:
 async def play(directory: Path, sequence: Sequence) -> int:
     """Plays a sequence; returns how many steps were played. Raises ``AssertionError``."""
     async with pair(directory, limit=sequence.limit) as both:
-        for number, step in enumerate(sequence.steps, 1):
-            moment = await _step(both, step)
-            row = None if moment.alike else explained(moment)
-            assert moment.alike or row, f"step {number} differs:\n  {moment.told()}"
-            _hold_cause(moment)
-            if moment.their_state != moment.our_state:
-                return number
+        moments = await _play(both, sequence.steps)
+        await _hold_what_is_left(both, moments[-1])
+        return len(moments)
+
+
+async def play_each(directory: Path, cases: Mapping[str, tuple[Step, ...]]) -> None:
+    """Plays cases one after another. A run that one has ended, or left in two states, is held
+    against the reference's and followed by a new pair. A failure is noted with its cases.
+    """
+    left = list(cases.items())
+    while left:
+        place = directory / str(len(left))
+        place.mkdir()
+        played: list[str] = []
+        try:
+            async with pair(place) as both:
+                await _hold_what_is_left(both, await _play_while_open(both, left, played))
+        except BaseException as error:
+            error.add_note(f"the last of these cases in one run: {played}")
+            raise
+
+
+async def _play_while_open(
+    both: Pair, left: list[tuple[str, tuple[Step, ...]]], played: list[str]
+) -> Moment:
+    """The last moment of the case that ended the run, or of the last case."""
+    while True:
+        name, steps = left.pop(0)
+        played.append(name)
+        last = (await _play(both, steps))[-1]
+        if not left or last.their_state.latched or last.their_state != last.our_state:
+            return last
+
+
+async def _play(both: Pair, steps: tuple[Step, ...]) -> list[Moment]:
+    """The moments of the steps, up to one that leaves the two runs in different states."""
+    moments = []
+    for number, step in enumerate(steps, 1):
+        moment = await _step(both, step)
+        row = None if moment.alike else explained(moment)
+        assert moment.alike or row, f"step {number} differs:\n  {moment.told()}"
+        _hold_cause(moment)
+        moments.append(moment)
+        if moment.their_state != moment.our_state:
+            break
+    return moments
+
+
+async def _hold_what_is_left(both: Pair, last: Moment) -> None:
+    """Searches and files, unless the runs have ended in different states."""
+    if last.their_state == last.our_state:
         _hold_searches(both)
         _hold_files(both.reference.files(), await both.ours.files())
-        return len(sequence.steps)
 
 
 async def differs(directory: Path, step: Step, row: str) -> Moment:

@@ -31,8 +31,19 @@ pytestmark = needs_reference
 ADDRESS = "127.0.0.1"
 
 
-@pytest.mark.parametrize("target", [TARGET, "/" + "x" * 43 + "/execute"])
-@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"])
+METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
+STRANGERS = "/" + "x" * 43 + "/execute"
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        *((method, TARGET) for method in METHODS),
+        # An answer with a body, one without, and a method that brings a body itself.
+        *((method, STRANGERS) for method in METHODS[:3]),
+        *(pytest.param(method, STRANGERS, marks=pytest.mark.soak) for method in METHODS[3:]),
+    ],
+)
 async def test_differs_methods(tmp_path: Path, method: str, target: str) -> None:
     """Any method but POST is 501 there; here 405 and the end, and 401 for a stranger."""
     step = Step(message(BODY, method=method, target=target))

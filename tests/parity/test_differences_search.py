@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tests.web.rawclient import RawClient
 pytestmark = needs_reference
 
 EIGHT = 8  # slots, in either service
-LARGE = "x" * 6_000_000  # more than the kernel buffers for a client that does not read
+SEND_BYTES = 64 * 1024  # what the kernel is to buffer for a client that does not read
+LARGE = "x" * (16 * SEND_BYTES)
 
 
 def searches_of(row: str) -> list[str]:
@@ -73,6 +75,7 @@ async def test_differs_slot_before_answer(tmp_path: Path) -> None:
     plan = Plan(search=({"id": "1", "contents": LARGE},))
     with reference(tmp_path / "reference") as theirs:
         theirs.retriever.play(plan)
+        theirs.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         readers = await _eight_that_do_not_read(theirs.port)
         await until(lambda: theirs.service.responses == EIGHT)
         assert (await exchange(theirs.port, asking("ninth"))).status == 429
@@ -80,6 +83,8 @@ async def test_differs_slot_before_answer(tmp_path: Path) -> None:
             client.reset()
     async with ours(tmp_path) as mine:
         mine.retriever.play(plan)
+        (listener,) = mine.run.daemon._listeners
+        listener.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         readers = await _eight_that_do_not_read(mine.port)
         state, slots = mine.run.service.run.state, mine.run.service.slots
         await until(lambda: state.responses == EIGHT and slots.idle)

@@ -110,8 +110,8 @@ async def patiently(client: RawClient) -> bytes:
     return received + await client.rest()
 
 
-async def exchange(request: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+async def exchange(request: bytes, place: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         async with served(Path(folder) / "run", server__body_seconds=0.05) as run:
             client = await RawClient.connect(("127.0.0.1", run.port))
             await client.send(request)
@@ -154,10 +154,12 @@ async def exchange(request: bytes) -> None:
 @example(request=message(b"{}", target=f"/{INTERNAL_CAPABILITY}/latch"))
 @example(request=message(b"", method="GET", target=f"/{INTERNAL_CAPABILITY}/health"))
 @example(request=message(b"", method="GET", target="/livez"))
-def test_any_bytes_give_a_row(request: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_any_bytes_give_a_row(
+    request: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever arrives, the answer is a row of the table and the run's end fits its latch."""
     caplog.clear()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(exchange(request))
+        runner.run(exchange(request, tmp_path))
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert EXECUTE_CAPABILITY not in caplog.text

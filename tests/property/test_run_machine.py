@@ -662,10 +662,13 @@ def read_lines(directory: Path) -> list[Line]:
     return list(Scan(reader, History(reader.read(CLAIM), documents=True)))
 
 
-def drive(seed: int, monkeypatch: pytest.MonkeyPatch, *, runs: int, steps: int) -> None:
-    """So many runs of so many steps."""
+def drive(
+    seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, runs: int, steps: int
+) -> None:
+    """So many runs of so many steps, below the folder."""
     print(f"seed {seed}")
     monkeypatch.setattr(start, "MIB", SEGMENT_BYTES)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     run_state_machine_as_test(
         hypothesis.seed(seed)(RunMachine),
         settings=settings(
@@ -680,14 +683,14 @@ def drive(seed: int, monkeypatch: pytest.MonkeyPatch, *, runs: int, steps: int) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For any events in any order, the invariants of a run hold after every step."""
-    drive(seed, monkeypatch, runs=12, steps=30)
+    drive(seed, tmp_path, monkeypatch, runs=6, steps=30)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", SOAK_SEEDS)
-def test_many_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_runs(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, for longer."""
-    drive(seed, monkeypatch, runs=150, steps=60)
+    drive(seed, tmp_path, monkeypatch, runs=150, steps=60)

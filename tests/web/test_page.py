@@ -47,7 +47,9 @@ async def rows(page: Page, selector: str) -> list[str]:
 
 
 async def test_good_run_from_verdict_to_journal_head(tmp_path: Path, page: Page) -> None:
-    """The page says good, and holds the run's figures, quotas, checkpoints, identities, head."""
+    """The page says good, and holds the run's figures, quotas, checkpoints, identities, head; but
+    neither capability stands in the document, its title, or what a person could copy of it.
+    """
     async with rewarded(tmp_path) as on, shown(page, on.run):
         await on.reward(await on.rollout("Who composed Faust?", "Where was Gounod born?"))
         await on.run.execute(" ")
@@ -70,6 +72,17 @@ async def test_good_run_from_verdict_to_journal_head(tmp_path: Path, page: Page)
         for value in (head, "c" * 64, "1" * 64, "a" * 64):
             assert value in facts
         assert "empty\tdeclined query\t1" in await rows(page, "#failures")
+        await page.ask("document.querySelector('#recent button').click()")
+        await page.until("document.querySelectorAll('#recent .opened li').length === 5")
+        everything = await page.ask(
+            "document.documentElement.outerHTML + document.title + document.body.innerText"
+            " + JSON.stringify(Object.entries(localStorage)) + document.cookie"
+        )
+        for secret in (INTERNAL_CAPABILITY, EXECUTE_CAPABILITY):
+            assert secret not in everything
+        assert (
+            await page.ask("document.querySelectorAll('[href]:not([href^=\"data:\"])').length") == 1
+        )
 
 
 async def test_page_is_live(tmp_path: Path, page: Page) -> None:
@@ -98,12 +111,14 @@ async def test_page_is_live(tmp_path: Path, page: Page) -> None:
 
 
 async def test_failed_run_says_why_when_and_what_to_do(tmp_path: Path, page: Page) -> None:
-    """At the first failure the page turns, without a reload, to cause, time, detail and remedy; a
-    command between backticks in our sentences is set as code, without the backticks.
+    """At the first failure the page turns, without a reload, to cause, time, detail, remedy and
+    the last checkpoint that was accepted, not a refused one; a command between backticks in our
+    sentences is set as code, without the backticks.
     """
     provider = FakeProvider()
     async with served(tmp_path / "run", provider=provider) as run, shown(page, run):
         await run.execute("well answered")
+        await run.internal("POST", "/checkpoints", {"step": 70})
         provider.fault = RuntimeError("gone")
         await run.execute("never answered")
         await page.until(f"{WORD} === 'Failed'")
@@ -117,16 +132,7 @@ async def test_failed_run_says_why_when_and_what_to_do(tmp_path: Path, page: Pag
         await page.until("document.getElementById('recent').innerText.includes('never answered')")
         assert "retrieval_failed" in (await rows(page, "#recent"))[0]
         assert "retrieval_failed\trefused\t1" in await rows(page, "#failures")
-
-
-async def test_failed_run_names_where_to_go_back_to(tmp_path: Path, page: Page) -> None:
-    """The last checkpoint that was accepted stands beside the cause, and a refused one does not."""
-    async with served(tmp_path / "run") as run, shown(page, run):
-        await run.execute("before it")
-        await run.internal("POST", "/checkpoints", {"step": 70})
-        await run.internal("POST", "/latch", {"reason": "the disk is swapped"})
         await run.internal("POST", "/checkpoints", {"step": 80})
-        await page.until(f"{WORD} === 'Failed'")
         await page.until("document.getElementById('checkpoints').innerText.includes('refused')")
         accepted = await page.text("#accepted")
         assert accepted.startswith("step 70, ")
@@ -188,24 +194,6 @@ async def test_address_without_its_slash_asks_nothing_beside_it(tmp_path: Path, 
         assert await page.ask("sessionStorage.getItem('asked')") == f"/{INTERNAL_CAPABILITY}/ "
 
 
-async def test_no_capability_in_the_page(tmp_path: Path, page: Page) -> None:
-    """Neither capability stands in the document, its title, or what a person could copy of it."""
-    async with rewarded(tmp_path) as on, shown(page, on.run):
-        await on.reward(await on.rollout("q"))
-        await page.until("document.querySelectorAll('#recent button').length === 1")
-        await page.ask("document.querySelector('#recent button').click()")
-        await page.until("document.querySelectorAll('#recent .opened li').length === 5")
-        everything = await page.ask(
-            "document.documentElement.outerHTML + document.title + document.body.innerText"
-            " + JSON.stringify(Object.entries(localStorage)) + document.cookie"
-        )
-        for secret in (INTERNAL_CAPABILITY, EXECUTE_CAPABILITY):
-            assert secret not in everything
-        assert (
-            await page.ask("document.querySelectorAll('[href]:not([href^=\"data:\"])').length") == 1
-        )
-
-
 async def tab_to(page: Page, expression: str) -> None:
     """Presses Tab until what is focused satisfies the expression over ``it``."""
     for _ in range(40):
@@ -242,8 +230,10 @@ async def test_everything_by_keyboard(tmp_path: Path, page: Page) -> None:
         await page.until("document.querySelectorAll('#recent .opened').length === 0")
 
 
-async def test_open_request_stays_under_the_eyes(tmp_path: Path, page: Page) -> None:
-    """While a request is open newer ones wait, counted; closing it lets them in, fifty at most."""
+async def test_open_request_stays_and_the_page_is_bounded(tmp_path: Path, page: Page) -> None:
+    """While a request is open newer ones wait, counted; closing it lets them in, fifty at most.
+    Once the charts are full, more ticks leave rows, elements and lists as many as they were.
+    """
     async with served(tmp_path / "run") as run, shown(page, run):
         await run.execute("read slowly")
         await page.until("document.querySelectorAll('#recent button').length === 1")
@@ -260,6 +250,18 @@ async def test_open_request_stays_under_the_eyes(tmp_path: Path, page: Page) -> 
         ]
         await page.ask(f"addRequests({json.dumps(many)})")
         assert len(await rows(page, "#recent")) == 50
+        await page.until("view.now && view.latest.length > 0")
+        sizes = await page.ask("""[10, 10].map((ticks) => {
+          while (view.latest.length < 595) view.latest.push(view.latest[0]);
+          for (let n = 0; n < ticks; n += 1) {
+            const row = [...view.latest[view.latest.length - 1]];
+            row[0] += 1;
+            tick({ data: JSON.stringify({ ...view.now, row, recent: [] }) });
+          }
+          return [view.latest.length, document.querySelectorAll("*").length];
+        })""")
+        assert sizes[0] == sizes[1]
+        assert sizes[0][0] == 600
 
 
 async def test_narrow_window_has_it_all(tmp_path: Path, page: Page) -> None:
@@ -320,24 +322,6 @@ async def test_page_says_when_it_hears_nothing(tmp_path: Path, page: Page) -> No
         assert "No contact" in await page.text("#verdict")
         complaints = [one for one in page.complaints if "ERR_CONNECTION_REFUSED" not in one]
         assert not complaints
-
-
-async def test_page_of_a_day_holds_no_more_than_of_ten_minutes(tmp_path: Path, page: Page) -> None:
-    """Once the charts are full, more ticks leave rows, elements and lists as many as they were."""
-    async with served(tmp_path / "run") as run, shown(page, run):
-        await run.execute("q")
-        await page.until("view.now && view.latest.length > 0")
-        sizes = await page.ask("""[10, 10].map((ticks) => {
-          while (view.latest.length < 595) view.latest.push(view.latest[0]);
-          for (let n = 0; n < ticks; n += 1) {
-            const row = [...view.latest[view.latest.length - 1]];
-            row[0] += 1;
-            tick({ data: JSON.stringify({ ...view.now, row, recent: [] }) });
-          }
-          return [view.latest.length, document.querySelectorAll("*").length];
-        })""")
-        assert sizes[0] == sizes[1]
-        assert sizes[0][0] == 600
 
 
 async def test_a_row_for_every_node(tmp_path: Path, page: Page) -> None:
