@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,18 +48,36 @@ def imported(said: str) -> set[str]:
     return {line.strip() for line in lines} - {"imported package"}
 
 
-def loads(*words: str) -> set[str]:
-    """What one command imports, from its first step to its exit."""
+# One interpreter for all of them: what each command needs beside this package is imported once, and
+# each is a fork of its own, which says at its exit what it has.
+SCRIPT = """
+import atexit, json, os, runpy, sys, typer
+for words in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        sys.argv = ["smartsearch-sidecar", *words]
+        atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))
+        runpy.run_module("smartsearch_sidecar", run_name="__main__", alter_sys=True)
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1), (words, code)
+"""
+
+
+def loaded(commands: Sequence[Sequence[str]]) -> list[set[str]]:
+    """What each command has imported, one after the other, from its first step to its exit."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "smartsearch_sidecar", *words],
+        [sys.executable, "-c", SCRIPT, json.dumps(commands)],
         capture_output=True,
         text=True,
         env=environment(),
         cwd=ROOT,
         check=False,
     )
-    assert done.returncode in (0, 1), done.stderr[-2000:]
-    return imported(done.stderr)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(lines) == len(commands)
+    return [set(json.loads(line)) for line in lines]
 
 
 def test_words_to_a_served_run_load_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,15 +87,16 @@ def test_words_to_a_served_run_load_little(tmp_path: Path, monkeypatch: pytest.M
     try:
         wait_until(lambda: is_ready(daemon), seconds=30, found=daemon.log.read_text)
         where = ("--run-dir", str(daemon.directory))
-        for words in (
+        commands = (
             ("check", *where),
             ("checkpoint", "--step", "1", *where),
             ("url", *where),
             ("latch", "--reason", "a test", *where),
             ("check", *where),  # of a failed run
             ("--version",),
-        ):
-            found = loads(*words)
+        )
+        for words, found in zip(commands, loaded(commands), strict=True):
+            assert "smartsearch_sidecar.commands" in found, words
             ours = {name for name in found if name.partition(".")[0] == "smartsearch_sidecar"}
             assert ours <= NEEDED, words
             tops = {name.partition(".")[0] for name in found} | found
