@@ -128,19 +128,26 @@ def pytest_asyncio_loop_factories(
     return {"uvloop": LOOPS["uvloop"]}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """On a clean clone every worker would compile every file, and all at once the same one: each
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collecting makes next to no garbage, so none is looked for meanwhile.
+
+    On a clean clone every worker would compile every file, and all at once the same one: each
     begins elsewhere and finds the rest compiled. What is wrong with a file, pytest itself says.
     """
-    number, of = worker()
-    files = [file for arg in session.config.args for file in Path(arg).rglob("test_*.py")]
-    names = [file.absolute().relative_to(ROOT).with_suffix("").parts for file in sorted(files)]
-    first = len(names) * number // of
-    for name in names[first:] + names[:first] if of > 1 else ():
-        if "benchmarks" not in name:
-            with contextlib.suppress(Exception, pytest.skip.Exception):
-                importlib.import_module(".".join(name))
+    gc.disable()
+    try:
+        number, of = worker()
+        files = [file for arg in session.config.args for file in Path(arg).rglob("test_*.py")]
+        names = [file.absolute().relative_to(ROOT).with_suffix("").parts for file in sorted(files)]
+        first = len(names) * number // of
+        for name in names[first:] + names[:first] if of > 1 else ():
+            if "benchmarks" not in name:
+                with contextlib.suppress(Exception, pytest.skip.Exception):
+                    importlib.import_module(".".join(name))
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
