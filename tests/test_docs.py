@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from smartsearch_sidecar.run.record import KINDS
+from tests.fakes.each import each
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import served
 from tests.public_lists import LISTS, PAGE, PAGES_OWN, marked, routes, with_lists
@@ -207,7 +208,7 @@ def test_every_mermaid_block_is_whole() -> None:
     assert kinds["flowchart"] >= 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("block", "fault"),
     [
         ("pie\n  a", "unknown kind"),

@@ -24,6 +24,7 @@ from smartsearch_sidecar.run.record import (
     RewardRequested,
     record_of,
 )
+from tests.fakes.each import each
 from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
@@ -231,7 +232,7 @@ def test_observer_keeps_a_fixed_amount() -> None:
     assert observer.helper_failures == {"helper_status": 1_999}
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@each("kind", CLASSES)
 def test_observer_takes_every_kind(kind: str) -> None:
     """A settlement whose beginning was before a restart is counted without a fault."""
     words = "cause code detail split key text model state reason ending solution_str prompt_sha256"

@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 import smartsearch_sidecar
 from smartsearch_sidecar.commands import FILES
+from tests.fakes.each import each
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "smartsearch_sidecar"
@@ -395,7 +396,7 @@ def test_integrations_stand_alone() -> None:
 # --- what must be there --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "README.md",

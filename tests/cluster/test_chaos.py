@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from smartsearch_sidecar.ledger.verify import verify
 from tests.fakes.bus import Ground
 from tests.fakes.cluster_run import joined, leases, names
-from tests.fakes.process import ROOT, environment
 from tests.fakes.served import Served, read_records
 
 TOTAL = 240
@@ -79,22 +76,3 @@ async def test_no_more_than_the_run_has(tmp_path: Path, seed: int) -> None:
     )
     for name in names(4):
         assert (await asyncio.to_thread(verify, tmp_path / name)).ok, seed
-
-
-@pytest.mark.process
-def test_a_run_of_one_node_loads_none_of_it() -> None:
-    """Without [cluster] nothing that knows other nodes is ever imported."""
-    script = (
-        "import sys, smartsearch_sidecar.process.daemon, smartsearch_sidecar.scoring.build;"
-        "print([m for m in sys.modules if m.startswith('nats') or m.endswith('.cluster')"
-        " or '.cluster.' in m])"
-    )
-    told = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert told.stdout.strip() == "[]"

@@ -22,6 +22,7 @@ from smartsearch_sidecar.cluster.values import (
 )
 from smartsearch_sidecar.run.json_values import differences
 from tests.fakes.bus import Ground
+from tests.fakes.each import each
 
 OURS: dict[str, Any] = {
     "profile": "training",
@@ -48,7 +49,7 @@ def test_equal_identities_do_not_differ() -> None:
     assert sentence("n2", OURS, there) is None
 
 
-@pytest.mark.parametrize(
+@each(
     "theirs, names",
     [
         (changed(profile="reference"), ("profile",)),
@@ -168,7 +169,7 @@ def deep(levels: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [1.5, 1.0, float("nan"), (1,), {1: 2}, "\ud800", 2**64, b"x", deep(DEPTH_MAX + 1), {"k": {1}}],
 )
@@ -178,7 +179,7 @@ def test_what_has_no_one_form_is_not_written(value: Any) -> None:
         canonical({"x": value})
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"",

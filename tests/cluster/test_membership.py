@@ -26,6 +26,7 @@ from smartsearch_sidecar.cluster.membership import (
 )
 from smartsearch_sidecar.cluster.values import NodeState, RunStatus
 from tests.fakes.bus import Ground
+from tests.fakes.each import each
 
 LOST = 15.0
 
@@ -89,9 +90,7 @@ LINKED = {
 }
 
 
-@pytest.mark.parametrize(
-    "link, liveness, status", list(itertools.product(Link, Liveness, RunStatus))
-)
+@each("link, liveness, status", list(itertools.product(Link, Liveness, RunStatus)))
 def test_every_cell(link: Link, liveness: Liveness, status: RunStatus) -> None:
     """Each combination of facts has the weight that the design states, spelt out here once more."""
     expected = LINKED[liveness][list(RunStatus).index(status)]
@@ -421,7 +420,7 @@ def test_the_bytes_of_a_state_are_pinned() -> None:
     assert decode_registration(b'{"instance":"x"}') == "x"
 
 
-@pytest.mark.parametrize(
+@each(
     "before, after",
     [
         (b'"failed"', b'"fine"'),

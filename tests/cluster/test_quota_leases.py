@@ -20,6 +20,7 @@ from smartsearch_sidecar.cluster.quota_leases import (
     resource,
     returned,
 )
+from tests.fakes.each import each
 
 TOKENS = resource("train", OUTPUT_TOKENS)
 CALLS = resource("train", HELPER_CALLS)
@@ -44,7 +45,7 @@ def test_the_bytes_of_a_value_are_pinned() -> None:
     assert Leases.decode(value.encode()) == value
 
 
-@pytest.mark.parametrize(
+@each(
     "data",
     [
         b"",

@@ -24,6 +24,7 @@ from smartsearch_sidecar.doctor.machine import Finding, Level
 from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
+from tests.fakes.each import each
 from tests.fakes.helper import MODEL, FakeHelper
 from tests.fakes.process import toml
 from tests.fakes.retriever import FakeRetriever
@@ -469,9 +470,9 @@ EXEMPT = [
 ]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-@pytest.mark.parametrize("exempt", EXEMPT)
-@pytest.mark.parametrize("spelling", ["NO_PROXY", "no_proxy"])
+@each("host", ["127.0.0.1", "localhost"])
+@each("exempt", EXEMPT)
+@each("spelling", ["NO_PROXY", "no_proxy"])
 def test_proxies_capture_what_requests_says(
     host: str, exempt: str, spelling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.testing import CliRunner
 
 from smartsearch_sidecar.commands import app
+from tests.fakes.each import each
 
 
 def commands(group: TyperGroup, *path: str) -> Iterator[tuple[tuple[str, ...], TyperCommand]]:
@@ -37,7 +37,7 @@ def words(text: str) -> set[str]:
     return {word.replace("`", "") for word in text.split()}
 
 
-@pytest.mark.parametrize("name", TREE)
+@each("name", TREE)
 def test_help_loses_no_word(name: str) -> None:
     """Names of sections and tags are not taken for markup, and each option says something."""
     path, command = TREE[name]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.fakes.process import ROOT, environment, is_ready, start
-from tests.fakes.until import wait_until
+from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.process import ROOT, environment, start, wait_ready
+from tests.fakes.rewarded import SOURCE_SHA256, write_files
 
 pytestmark = pytest.mark.process
 
@@ -46,43 +51,87 @@ def imported(said: str) -> set[str]:
     return {line.strip() for line in lines} - {"imported package"}
 
 
-def loads(*words: str) -> set[str]:
-    """What one command imports, from its first step to its exit."""
+# One interpreter for all of them: what each command needs beside this package is imported once, and
+# each is a fork of its own, which says at its exit what it has.
+SCRIPT = """
+import atexit, json, os, runpy, sys, typer
+for words in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        sys.argv = ["smartsearch-sidecar", *words]
+        atexit.register(lambda: print(json.dumps(list(sys.modules)), file=sys.stderr))
+        runpy.run_module("smartsearch_sidecar", run_name="__main__", alter_sys=True)
+        sys.exit()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1), (words, code)
+"""
+
+
+def loaded(commands: Sequence[Sequence[str]]) -> list[set[str]]:
+    """What each command has imported, one after the other, from its first step to its exit."""
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "smartsearch_sidecar", *words],
+        [sys.executable, "-c", SCRIPT, json.dumps(commands)],
         capture_output=True,
         text=True,
         env=environment(),
         cwd=ROOT,
         check=False,
     )
-    assert done.returncode in (0, 1), done.stderr[-2000:]
-    return imported(done.stderr)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(lines) == len(commands)
+    return [set(json.loads(line)) for line in lines]
 
 
-def test_words_to_a_served_run_load_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No daemon, no configuration and no library of either; and ``serve`` builds no index."""
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
-    daemon = start(tmp_path, fresh=True)
+def lived(tmp_path: Path, helper: str) -> set[str]:
+    """What ``serve`` imports, with rewards; meanwhile every word to it is said."""
+    source, train, validation = write_files(tmp_path)
+    rewards: dict[str, Any] = {
+        "reward__enabled": True,
+        "reward__provenance": "enforce",
+        "reward__source": str(source),
+        "reward__source_sha256": SOURCE_SHA256,
+        "reward__references__train": str(train),
+        "reward__references__validation": str(validation),
+        "reward__helper__url": helper,
+        "reward__helper__model": MODEL,
+        "reward__helper__model_sha256": "a" * 64,
+    }
+    daemon = start(tmp_path, fresh=True, **rewards)
     try:
-        wait_until(lambda: is_ready(daemon), seconds=30, found=daemon.log.read_text)
+        wait_ready(daemon)
         where = ("--run-dir", str(daemon.directory))
-        for words in (
+        commands = (
             ("check", *where),
             ("checkpoint", "--step", "1", *where),
             ("url", *where),
             ("latch", "--reason", "a test", *where),
             ("check", *where),  # of a failed run
             ("--version",),
-        ):
-            found = loads(*words)
+        )
+        for words, found in zip(commands, loaded(commands), strict=True):
+            assert "smartsearch_sidecar.commands" in found, words
             ours = {name for name in found if name.partition(".")[0] == "smartsearch_sidecar"}
             assert ours <= NEEDED, words
             tops = {name.partition(".")[0] for name in found} | found
             assert not tops & HEAVY, words
     finally:
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(30) == 4
-    served = imported(daemon.log.read_text())
-    assert "smartsearch_sidecar.process.daemon" in served
+        code = daemon.process.wait(30)
+    assert code == 4, daemon.log.read_text()[-2000:]
+    return imported(daemon.log.read_text())
+
+
+async def test_words_to_a_served_run_load_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No daemon, no configuration and no library of either; and ``serve`` builds no index, and
+    without [cluster] imports nothing that knows other nodes.
+    """
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    async with FakeHelper() as helper:
+        served = await asyncio.to_thread(lived, tmp_path, helper.url)
+    assert {"smartsearch_sidecar.process.daemon", "smartsearch_sidecar.scoring.build"} <= served
     assert not served & NOT_TO_SERVE
+    of_nodes = [name for name in served if name.startswith("nats") or ".cluster." in f"{name}."]
+    assert not of_nodes

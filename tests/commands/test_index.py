@@ -6,8 +6,9 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,27 @@ from smartsearch_sidecar.commands import app, main
 from smartsearch_sidecar.commands.index import build_if_missing, stage_lines
 from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
+from tests.fakes.forked import Forked
+from tests.fakes.process import environment
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
-PROGRAM = [sys.executable, "-c", "from smartsearch_sidecar.commands import main; main()"]
+
+
+def built(corpus: Path, folder: Path, *, terminal: int | None = None) -> tuple[int, str, str]:
+    """Builds ``folder/index``: exit code, standard output and error; an open terminal is both
+    standard input and error.
+    """
+    out, err = folder / "out", folder / "err"
+    with out.open("wb") as said, err.open("wb") as complained, open(os.devnull, "rb") as nothing:
+        ends = (nothing.fileno(), complained.fileno()) if terminal is None else (terminal, terminal)
+        process = Forked(
+            "smartsearch_sidecar",
+            ["index", "build", str(corpus), str(folder / "index")],
+            environ={**environment(), "TERM": "xterm-256color", "COLUMNS": "120"},
+            folder=folder,
+            streams=(ends[0], said.fileno(), ends[1]),
+        )
+    return process.wait(30), out.read_text(), err.read_text()
 
 
 @pytest.mark.process
@@ -29,11 +48,10 @@ def test_a_build_says_what_it_made(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     bad = json.dumps({"id": "bad", "contents": "x </result>"})
     corpus.write_text((CORPORA / "flashrag.jsonl").read_text("utf-8") + bad + "\n", "utf-8")
-    words = ["index", "build", str(corpus), str(tmp_path / "index")]
-    ended = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=False)
+    code, out, err = built(corpus, tmp_path)
     manifest = manifests.read(tmp_path / "index")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    first, *digests = ended.stdout.splitlines()
+    assert (code, err) == (0, "")
+    first, *digests = out.splitlines()
     assert first.startswith(
         f"built {tmp_path / 'index'}: 7 passages (1 left out for protocol tags), 0.0 MiB, "
     )
@@ -96,28 +114,21 @@ def test_an_unknown_format_is_refused_with_those_known() -> None:
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
     """On a terminal each stage shows a bar, and nothing of it stays on the screen's last lines."""
     ours, theirs = pty.openpty()
-    words = ["index", "build", str(CORPORA / "vital.json"), str(tmp_path / "index")]
-    process = subprocess.Popen(
-        [*PROGRAM, *words],
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"},
-    )
-    os.close(theirs)
     shown = bytearray()
-    while True:
-        try:
-            part = os.read(ours, 65_536)
-        except OSError:  # how Linux reports that the other end of a terminal is closed
-            break
-        if not part:
-            break
-        shown += part
-    out, _ = process.communicate(timeout=30)
+
+    def read() -> None:
+        with suppress(OSError):  # how Linux reports that the other end of a terminal is closed
+            while part := os.read(ours, 65_536):
+                shown.extend(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    code, out, _ = built(CORPORA / "vital.json", tmp_path, terminal=theirs)
+    os.close(theirs)
+    reader.join(30)
     os.close(ours)
-    assert process.returncode == 0
-    assert out.decode().startswith("built ")
+    assert code == 0
+    assert out.startswith("built ")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     for stage in ("reading the corpus", "hashing the index"):
         assert stage in text

@@ -17,6 +17,7 @@ from pydantic import SecretStr, ValidationError
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.config import Config, load, loading, model
 from smartsearch_sidecar.config.model import PRESETS
+from tests.fakes.each import each
 from tests.fakes.key_table import document, meaning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +108,7 @@ def test_profile_presets_every_key_of_its_table(profile: str) -> None:
     assert None not in column.values()
 
 
-@pytest.mark.parametrize("key", sorted(PRESETS))
+@each("key", sorted(PRESETS))
 def test_profile_only_presets(key: str) -> None:
     """Each key a profile presets can be set by itself in the other profile's way."""
     preset = PRESETS[key]
@@ -148,7 +149,7 @@ def test_flag_that_was_not_given_changes_nothing(write: Write) -> None:
     assert load(path, environ={}, overrides=MINIMAL | {"server.port": None}).server.port == 7
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "words", "value"),
     [
         ("PROFILE", "reference", "reference"),
@@ -273,7 +274,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "value", "words"), BAD_VALUES)
+@each(("key", "value", "words"), BAD_VALUES)
 def test_bad_value(key: str, value: Any, words: str) -> None:
     """A value that is not allowed is named with its key, its place and what is allowed."""
     message = refused(overrides={key: value})
@@ -281,8 +282,8 @@ def test_bad_value(key: str, value: Any, words: str) -> None:
     assert key in message
 
 
-@pytest.mark.parametrize("key", ["retrieval.flashrag.url", "reward.helper.url"])
-@pytest.mark.parametrize(
+@each("key", ["retrieval.flashrag.url", "reward.helper.url"])
+@each(
     "url",
     [
         "",
@@ -456,7 +457,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overrides", "words"), RULES)
+@each(("overrides", "words"), RULES)
 def test_rule_between_keys(overrides: dict[str, Any], words: str) -> None:
     """Each rule between keys is refused with a sentence that names both."""
     assert words in refused(overrides=overrides)
@@ -482,7 +483,7 @@ FINE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", FINE)
+@each("overrides", FINE)
 def test_what_the_rules_leave_free(overrides: dict[str, Any]) -> None:
     """What the rules between keys do not forbid loads."""
     config = loaded(**overrides)
@@ -547,7 +548,7 @@ SECRET_PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("overrides", SECRET_PLACES)
+@each("overrides", SECRET_PLACES)
 def test_no_refusal_shows_a_secret(overrides: dict[str, Any]) -> None:
     """No message, cause or traceback of a refusal holds a secret."""
     with pytest.raises(errors.ConfigError) as refusal:

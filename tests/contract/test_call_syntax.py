@@ -7,6 +7,7 @@ import pytest
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract import execute
 from smartsearch_sidecar.contract.execute import parse_call
+from tests.fakes.each import each
 
 LONE = "\ud83d"
 
@@ -52,7 +53,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "query"), ACCEPTED)
+@each(("call", "query"), ACCEPTED)
 def test_one_literal_call_is_read_in_any_spelling(call: str, query: str) -> None:
     """Whatever Python reads as the one literal call is accepted, without a warning, verbatim."""
     assert parse_call(call) == (query, True)
@@ -125,13 +126,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("call", REFUSED)
+@each("call", REFUSED)
 def test_anything_else_is_refused(call: str) -> None:
     """A call that is not the one literal call is refused as invalid, also with a sound query."""
     assert refusal(call).cause == "invalid_native_request"
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         "(" * 260_000,
@@ -160,7 +161,7 @@ def test_hostile_calls_of_the_largest_size_are_refused(call: str) -> None:
     assert refusal(call).cause == "invalid_native_request"
 
 
-@pytest.mark.parametrize(
+@each(
     "query",
     ["", "x", "it's", "'\"", "a\n\\boxed{1}\t\r\x07", "\u200b\xa0🎻\U000e0001\U0010ffff", LONE],
 )
@@ -169,7 +170,7 @@ def test_the_native_spelling_never_reaches_the_parser(query: str) -> None:
     assert execute._native_query(f"wikipedia_search(query={query!r}, top_n=5)") == query
 
 
-@pytest.mark.parametrize("number", ["6", "5.0", "5j", "True", "None", "'5'", "b'5'", "...", "1e-5"])
+@each("number", ["6", "5.0", "5j", "True", "None", "'5'", "b'5'", "...", "1e-5"])
 def test_another_top_n_is_told_apart(number: str) -> None:
     """A call that is wrong in the constant of its top_n alone still yields its query."""
     assert parse_call(f"wikipedia_search(query={LONE!r}, top_n={number})") == (LONE, False)
@@ -182,7 +183,7 @@ def test_words_are_counted_outside_strings_and_comments() -> None:
     assert refusal(f"({call})").message == refusal("").message
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["f'{x}'", "F''", "rf''", 'fR""', "t''", "tr''", "xr''", "5''", "5.real", "'''a'", '"""a"'],
 )

@@ -21,6 +21,7 @@ from smartsearch_sidecar.contract.execute import (
     reference_refusal,
     render_execute,
 )
+from tests.fakes.each import each
 
 ENV = "agentinputlab:smartsearch-fixed-wikipedia-v1"
 RULES = ExecuteRules(environment=ENV, accepted_environment_sha256=frozenset())
@@ -111,7 +112,7 @@ def test_every_vector_agrees_in_the_training_reading() -> None:
 # --- shape and environment -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         b"null",
@@ -157,7 +158,7 @@ def test_a_dataset_environment_is_accepted_by_digest() -> None:
     assert parse_execute(body_of(native("x")), rules).env == ENV
 
 
-@pytest.mark.parametrize(
+@each(
     ("old", "new"),
     [
         ("top_n=5", "top_n=6"),
@@ -234,8 +235,8 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize(("query", "problem"), PROBLEMS)
-@pytest.mark.parametrize("spelling", ["native", "turned"])
+@each(("query", "problem"), PROBLEMS)
+@each("spelling", ["native", "turned"])
 def test_a_query_fault_alone_comes_back_named(
     query: str, problem: QueryProblem | None, spelling: str
 ) -> None:
@@ -258,7 +259,7 @@ def test_the_bound_on_a_call_counts_bytes_of_the_whole_call() -> None:
     assert read(noted).problem is QueryProblem.call_too_long
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "cause"),
     [
         # A call that cannot be written has no parts to judge; its length is not asked either.

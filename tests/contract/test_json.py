@@ -10,11 +10,12 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.json import strict_json
+from tests.fakes.each import each
 
 LONE = "\ud83d"
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         b"",
@@ -65,7 +66,7 @@ def test_strict_json_refuses(body: bytes) -> None:
     assert caught.value.cause == "http_invalid_request"
 
 
-@pytest.mark.parametrize(
+@each(
     ("body", "value"),
     [
         (b" null\n", None),
@@ -86,8 +87,8 @@ def test_strict_json_takes(body: bytes, value: Any) -> None:
     assert strict_json(body) == value == json.loads(body)
 
 
-@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
-@pytest.mark.parametrize("depth", [1, 63, 64, 65, 66, 128, 130, 5_000, 100_000])
+@each("opening", [b"[", b'{"a":'])
+@each("depth", [1, 63, 64, 65, 66, 128, 130, 5_000, 100_000])
 def test_depth_is_bounded_by_us(opening: bytes, depth: int) -> None:
     """Sixty-four levels are read and sixty-five refused, by our bound, not the interpreter's."""
     closing = b"]" if opening == b"[" else b"}"
@@ -114,7 +115,7 @@ def test_brackets_inside_strings_do_not_nest(text: str) -> None:
     assert strict_json(json.dumps(value).encode()) == value
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         b"[" * 262_144,

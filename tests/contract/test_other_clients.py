@@ -24,6 +24,7 @@ from smartsearch_sidecar.contract.other_clients import (
     render_found,
     render_scores,
 )
+from tests.fakes.each import each
 
 TOP_N = 3
 DOCUMENTS: list[dict[str, Any]] = [
@@ -65,7 +66,7 @@ CLIENTS: list[tuple[str, dict[str, Any], Form]] = [
 ]
 
 
-@pytest.mark.parametrize(("route", "value", "form"), CLIENTS)
+@each(("route", "value", "form"), CLIENTS)
 def test_a_client_is_known_by_what_it_sends(route: str, value: dict[str, Any], form: Form) -> None:
     """Each client's keys name the form its answer has to take, and the route that is recorded."""
     asked = read(route, value)
@@ -81,7 +82,7 @@ def test_only_the_client_that_swallows_every_status_needs_another_failure() -> N
     assert [form for form in Form if form.surfaces] == [Form.flat_many]
 
 
-@pytest.mark.parametrize(
+@each(
     ("route", "value"),
     [
         ("search", []),
@@ -111,8 +112,8 @@ def test_what_no_client_sends_is_refused(route: str, value: Any) -> None:
 # --- how many passages --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [0, 2, 4, -3, 3.0, "3", True, [3], 10**30])
-@pytest.mark.parametrize(
+@each("wrong", [0, 2, 4, -3, 3.0, "3", True, [3], 10**30])
+@each(
     ("route", "value", "name"),
     [
         ("search", {"query": "q"}, "top_n"),
@@ -145,7 +146,7 @@ def test_rllms_own_default_is_another_number() -> None:
 # --- queries ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("sent", "text", "problem"),
     [
         ("  Ada \n", "  Ada \n", None),
@@ -162,7 +163,7 @@ def test_rllms_own_default_is_another_number() -> None:
         ({"q": "東"}, '{"q": "\\u6771"}', QueryProblem.not_text),
     ],
 )
-@pytest.mark.parametrize(
+@each(
     ("route", "value"),
     [
         ("search", {"query": None, "top_n": 3}),
@@ -221,7 +222,7 @@ NESTED = [
 TWO = ["q", ""]
 
 
-@pytest.mark.parametrize(
+@each(
     ("route", "value", "expected"),
     [
         ("search", {"query": "q", "top_n": 3}, PLAIN),

@@ -9,6 +9,7 @@ import pytest
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.contract.reward import RewardItem, parse_reward, parse_reward_batch
+from tests.fakes.each import each
 
 SOLUTION = '<|im_start|>user\nWho?<|im_end|>\n<think>it\'s "him"</think> 東京 🎻'
 GOOD = {"solution_str": SOLUTION, "ground_truth": ["Ada", "Lovelace"]}
@@ -31,7 +32,7 @@ def refusal_of_batch(body: Any, rows_max: int = 3) -> errors.InvalidRequest:
     return caught.value
 
 
-@pytest.mark.parametrize(
+@each(
     ("truth", "held"),
     [
         ("Ada", "Ada"),
@@ -41,7 +42,7 @@ def refusal_of_batch(body: Any, rows_max: int = 3) -> errors.InvalidRequest:
         (["東京", "e\u0301"], ("東京", "e\u0301")),
     ],
 )
-@pytest.mark.parametrize("source", [{}, {"data_source": "re_call"}])
+@each("source", [{}, {"data_source": "re_call"}])
 def test_an_item_is_read_verbatim(truth: Any, held: Any, source: dict[str, str]) -> None:
     """Text and answers come back as sent, one answer told apart from a list of one."""
     body = {**source, "ground_truth": truth, "solution_str": SOLUTION}
@@ -82,7 +83,7 @@ BAD_ITEMS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("item", BAD_ITEMS)
+@each("item", BAD_ITEMS)
 def test_a_bad_item_is_refused_without_its_texts(item: Any) -> None:
     """Any other shape is refused, alone or in a batch, and no text of it enters the message."""
     alone = refusal_of_item(item)
@@ -100,7 +101,7 @@ def test_a_batch_keeps_its_order() -> None:
     assert [item.ground_truth for item in items] == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         [],
@@ -121,7 +122,7 @@ def test_another_batch_is_refused(body: Any) -> None:
     assert refusal_of_batch(body).cause == SHAPE
 
 
-@pytest.mark.parametrize(
+@each(
     "body",
     [
         b"",

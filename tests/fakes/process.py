@@ -21,6 +21,7 @@ from tests.fakes.until import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
+POLL_SECONDS = 0.01
 
 
 def toml(values: dict[str, Any]) -> str:
@@ -119,7 +120,7 @@ def wait_ready(daemon: DaemonProcess) -> None:
         assert true or daemon.process.poll() is None, daemon.log.read_text()
         return true
 
-    wait_until(ready, seconds=START_SECONDS, found=daemon.log.read_text)
+    wait_until(ready, seconds=START_SECONDS, pause=POLL_SECONDS, found=daemon.log.read_text)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import importlib.util
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,9 +64,16 @@ class Bpe:
 
     def __init__(self, *, bos: bool = False, space: bool = False) -> None:
         self._bos, self._space = bos, space
+
+    @cached_property
+    def _specials(self) -> dict[str, int]:
+        """Read when first asked for: every worker makes tokenizers where it collects tests."""
         first = len(merges())
-        self._specials = {text: first + number for number, text in enumerate((*SPECIALS, BOS))}
-        self._texts = {number: text for text, number in self._specials.items()}
+        return {text: first + number for number, text in enumerate((*SPECIALS, BOS))}
+
+    @cached_property
+    def _texts(self) -> dict[int, str]:
+        return {number: text for text, number in self._specials.items()}
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, which is composed (NFC), as the trainer encodes it."""

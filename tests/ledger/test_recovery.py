@@ -28,6 +28,7 @@ from smartsearch_sidecar.run.line import encode_line
 from smartsearch_sidecar.run.record import Cause
 from tests.fakes import journals
 from tests.fakes.disk import Crash, CrashingDisk
+from tests.fakes.each import each
 from tests.fakes.journals import (
     AT,
     Written,
@@ -49,7 +50,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("facts", CELLS, ids=lambda facts: "-".join(map(str, vars_of(facts))))
+@each("facts", CELLS, ids=lambda facts: "-".join(map(str, vars_of(facts))))
 def test_every_cell_of_the_table(facts: Facts) -> None:
     """Refused exactly where no crash could have left it; trimmed exactly where it is torn."""
     verdict = judge(facts)
@@ -83,8 +84,8 @@ RESTARTS = list(itertools.product((False, True), repeat=4))
 EXCUSES = list(itertools.product((False, True), repeat=3))
 
 
-@pytest.mark.parametrize("on_unclean", ["latch", "report"])
-@pytest.mark.parametrize(("begun", "was_closed", "settled", "clean"), RESTARTS)
+@each("on_unclean", ["latch", "report"])
+@each(("begun", "was_closed", "settled", "clean"), RESTARTS)
 def test_every_cell_of_a_restart(
     begun: bool, was_closed: bool, settled: bool, clean: bool, on_unclean: Any
 ) -> None:

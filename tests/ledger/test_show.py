@@ -16,6 +16,7 @@ from smartsearch_sidecar.commands import ledger
 from smartsearch_sidecar.ledger.describe import Filter, Tone, json_line, printable, shown
 from smartsearch_sidecar.run.line import Line, decode_line
 from smartsearch_sidecar.run.record import KINDS, record_of
+from tests.fakes.each import each
 from tests.fakes.journals import (
     Written,
     answered,
@@ -126,7 +127,7 @@ ASKED = {"prompt_sha256": "ab" * 32, "seed": 17}
 MEASURED = {"finish_reason": "stop", "model": "m"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("event", "tone", "words"),
     [
         (requested(3, "who was Ada?"), Tone.PLAIN, ["who was Ada?"]),
@@ -266,7 +267,7 @@ def test_data_of_another_shape_is_shown_as_it_is(event: Any) -> None:
     assert row.text.isprintable()
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@each("kind", sorted(KINDS))
 def test_further_keys_are_no_reason_to_stop(kind: str) -> None:
     """A key of a later version is passed over; a record without its own keys is named as damage."""
     with pytest.raises(errors.LedgerCorrupt, match=f"a {kind} record lacks"):

@@ -18,6 +18,7 @@ from smartsearch_sidecar.ledger.file import JOURNAL, LATCH, RunFiles
 from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import Verification, describe_previous, verify
+from tests.fakes.each import each
 from tests.fakes.journals import (
     Event,
     Written,
@@ -330,7 +331,7 @@ def other(place: dict[str, Any]) -> bytes:
     return json.dumps({"format": 1, "accepted": True, "number": number, **data, **place}).encode()
 
 
-@pytest.mark.parametrize(
+@each(
     "raw",
     [
         b"",

@@ -33,6 +33,7 @@ from smartsearch_sidecar.retrieval.bm25.provider import (
 from smartsearch_sidecar.retrieval.guard import Guard
 from smartsearch_sidecar.retrieval.provider import Provider
 from smartsearch_sidecar.run.json_values import canonical_digest
+from tests.fakes.each import each
 from tests.fakes.raised import raises
 
 CORPUS = Path(__file__).parents[1] / "data" / "corpora" / "flashrag.jsonl"
@@ -105,7 +106,7 @@ def test_documents_are_id_contents_and_score(small: Bm25Index) -> None:
     assert scores[-1] > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("question", "first"),
     [
         ("LANTERN fishes", "0"),
@@ -125,7 +126,7 @@ def test_words_find_their_passage(question: str, first: str, small: Bm25Index) -
     assert ids(small.search(question, 5))[0] == first
 
 
-@pytest.mark.parametrize(
+@each(
     ("question", "words"),
     [
         ("The Who", {"who": 1}),
@@ -210,7 +211,7 @@ def well_formed(found: list[dict[str, Any]]) -> bool:
     return distinct and scores == sorted(scores, reverse=True)
 
 
-@pytest.mark.parametrize("question", NASTY, ids=lambda text: ascii(text)[:30])
+@each("question", NASTY, ids=lambda text: ascii(text)[:30])
 def test_nasty_questions_are_words(question: str, small: Bm25Index) -> None:
     """Operators, marks, emoji, other scripts, NUL, halves of surrogate pairs: words, or nothing."""
     assert well_formed(small.search(question, 5))

@@ -27,6 +27,7 @@ from smartsearch_sidecar.retrieval.bm25.corpus import (
     vital,
 )
 from smartsearch_sidecar.retrieval.passages import PASSAGE_TAG, TEXT_CHARACTERS_MAX, carries_tag
+from tests.fakes.each import each
 from tests.fakes.raised import raises
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
@@ -226,8 +227,8 @@ BAD: dict[str, tuple[bytes | str, Format | None, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+@each("case", BAD)
+@each("packed", [False, True], ids=["plain", "gzip"])
 def test_what_is_wrong_is_named_by_file_and_line(case: str, packed: bool, tmp_path: Path) -> None:
     """A bad entry is one sentence: which file, which line, what is wrong."""
     content, form, line, words = BAD[case]

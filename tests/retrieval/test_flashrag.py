@@ -24,6 +24,7 @@ from smartsearch_sidecar.retrieval.flashrag.provider import (
     open_configured,
 )
 from smartsearch_sidecar.retrieval.provider import Provider
+from tests.fakes.each import each
 from tests.fakes.raised import raises
 from tests.fakes.retriever import FakeRetriever
 from tests.fakes.until import until
@@ -535,7 +536,7 @@ async def test_canaries_that_cannot_be_asked_are_a_fault(
 # --- configuration --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "url",
     [
         "127.0.0.1:9000",
@@ -563,8 +564,8 @@ def test_a_url_with_a_route_is_refused(url: str) -> None:
         provider_for(url)
 
 
-@pytest.mark.parametrize("key", ["corpus_sha256", "index_sha256"])
-@pytest.mark.parametrize("digest", ["", "a" * 63, "A" * 64, "wiki18"])
+@each("key", ["corpus_sha256", "index_sha256"])
+@each("digest", ["", "a" * 63, "A" * 64, "wiki18"])
 def test_a_digest_that_is_none_is_refused(key: str, digest: str) -> None:
     """An identity that names nothing is refused with the key."""
     with pytest.raises(ValidationError, match=key):

@@ -22,6 +22,7 @@ from smartsearch_sidecar.retrieval.guard import (
 )
 from smartsearch_sidecar.retrieval.passages import found_of, read_passage
 from smartsearch_sidecar.run.json_values import is_text
+from tests.fakes.each import each
 from tests.fakes.key_table import meaning
 from tests.fakes.provider import FakeProvider
 from tests.fakes.raised import raises
@@ -294,7 +295,7 @@ def test_only_transport_faults_are_tried_again() -> None:
         assert provider.asked == [0.0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("lasts", "deadline", "asked"),
     [
         (0.0, -1.0, [0.0]),

@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -25,12 +25,16 @@ from smartsearch_sidecar.retrieval.bm25 import manifest as manifests
 from smartsearch_sidecar.retrieval.bm25.build import FANOUT, Sizing, build, plan
 from smartsearch_sidecar.retrieval.bm25.corpus import Format
 from smartsearch_sidecar.retrieval.bm25.provider import Bm25Index, verify_and_open
+from tests.fakes.forked import Forked
+from tests.fakes.process import command
 from tests.fakes.raised import raises
 from tests.fakes.until import wait_until
 
 CORPORA = Path(__file__).parents[1] / "data" / "corpora"
 FLASHRAG = CORPORA / "flashrag.jsonl"
 LEVELLED = Sizing(single_commit_passages=0)  # eight commits however small the corpus
+# A build in a process of its own, and the file of what it says.
+Build = tuple[Forked, Path]
 VOCABULARY = [f"{first}{second}" for first in "bdfgklmn" for second in ("amber", "ochre", "umber")]
 
 
@@ -96,12 +100,12 @@ def test_two_builds_are_one_index(sizing: Sizing, tmp_path: Path) -> None:
     """Two builds of one corpus agree in content, name, ranking and ties, though not in file names,
     and what varies is in no digest.
     """
-    corpus = corpus_of(tmp_path, 3_000)
+    corpus = corpus_of(tmp_path, 2_000)
     first, second = (build(corpus, tmp_path / out, sizing=sizing) for out in ("a", "b"))
     assert first.content_sha256 == second.content_sha256
     assert first.index_sha256 == second.index_sha256
     assert set(first.files) != set(second.files)
-    asked = questions(300)
+    asked = questions(100)
     one, other = (verify_and_open(tmp_path / out) for out in ("a", "b"))
     assert ranking(one, asked) == ranking(other, asked)
 
@@ -295,7 +299,7 @@ def test_a_heap_that_is_too_small_is_not_believed(tmp_path: Path) -> None:
     draw = random.Random(3)
     corpus = tmp_path / "corpus.jsonl"
     with corpus.open("w") as file:
-        for number in range(1_500):
+        for number in range(650):
             words = " ".join(draw.randbytes(4).hex() for _ in range(100))
             file.write(json.dumps({"id": str(number), "contents": words}) + "\n")
     with pytest.raises(errors.UsageError, match=r"came out in \d+ parts"):
@@ -309,7 +313,7 @@ def test_a_heap_that_is_too_small_is_not_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["reading", "indexing", "merging", "hashing"])
 def test_an_interruption_leaves_nothing(stage: str, tmp_path: Path) -> None:
     """Ctrl-C at any stage leaves neither the index nor what it was made in."""
-    corpus = corpus_of(tmp_path, 2_000)
+    corpus = corpus_of(tmp_path, 500)
 
     def interrupt(now: str, done: int, total: int) -> None:
         if now == stage:
@@ -320,53 +324,38 @@ def test_an_interruption_leaves_nothing(stage: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def command(corpus: Path, out: Path) -> list[str]:
-    """The command line a person types."""
-    program = "from smartsearch_sidecar.commands import main; main()"
-    return [sys.executable, "-c", program, "index", "build", str(corpus), str(out)]
-
-
-def await_build(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    """Waits for something a running build does."""
-
-    def done() -> bool:
-        true = condition()
-        assert true or process.poll() is None, process.communicate()
-        return true
-
-    wait_until(done, seconds=30)
-
-
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
     """A build in a process of its own that has begun to index, and would take a while."""
     corpus = long_corpus(tmp_path, 2_000, words=700)
-    process = subprocess.Popen(
-        command(corpus, tmp_path / "index"),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    await_build((tmp_path / ".index.building" / "meta.json").exists, process)
-    yield process
-    process.kill()
-    process.communicate()
+    said = tmp_path_factory.mktemp("said") / "log"
+    words = ("index", "build", str(corpus), str(tmp_path / "index"))
+    process = command("smartsearch_sidecar", *words, folder=tmp_path, out=said)
+
+    def begun() -> bool:
+        true = (tmp_path / ".index.building" / "meta.json").exists()
+        assert true or process.poll() is None, said.read_text()
+        return true
+
+    try:
+        wait_until(begun, seconds=30)
+        yield process, said
+    finally:
+        process.kill()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_signal_leaves_nothing(
-    number: signal.Signals, running: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_a_signal_leaves_nothing(number: signal.Signals, running: Build, tmp_path: Path) -> None:
     """A stopped build leaves nothing, says so, and its exit code names the signal; a second signal
     does not disturb it.
     """
-    running.send_signal(number)
-    running.send_signal(number)
-    _, said = running.communicate(timeout=30)
-    assert running.returncode == 128 + number
+    process, said = running
+    process.send_signal(number)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
     sentence = f"stopped: {tmp_path / 'index'} was not made, and nothing was left behind"
-    assert said.splitlines()[-1] == sentence
+    assert said.read_text().splitlines()[-1] == sentence
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
@@ -407,7 +396,7 @@ def test_two_builds_of_one_place_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def five_thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus that is only read."""
     return corpus_of(tmp_path_factory.mktemp("corpus"), 5_000)
 
@@ -426,11 +415,11 @@ def files_at_most(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("limit", [0, 1_000, 20_000, 100_000])
 @pytest.mark.parametrize("sizing", [LEVELLED, Sizing()], ids=["eight commits", "one commit"])
 def test_a_full_disk_leaves_nothing(
-    limit: int, sizing: Sizing, five_thousand: Path, tmp_path: Path
+    limit: int, sizing: Sizing, read_only: Path, tmp_path: Path
 ) -> None:
     """When files cannot grow any more, wherever that is met, the build ends with one sentence."""
     with raises(errors.USAGE) as caught, files_at_most(limit):
-        build(five_thousand, tmp_path / "index", sizing=sizing)
+        build(read_only, tmp_path / "index", sizing=sizing)
     assert "\n" not in caught.value.message
     assert "make room" in caught.value.message
     assert str(tmp_path) in caught.value.message

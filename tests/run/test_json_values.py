@@ -18,6 +18,7 @@ from smartsearch_sidecar.run.json_values import (
     is_text,
     same,
 )
+from tests.fakes.each import each
 
 LONE = "\ud83d"
 
@@ -25,7 +26,7 @@ LONE = "\ud83d"
 # --- text -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "text", "filled"),
     [
         ("a", True, True),
@@ -48,7 +49,7 @@ def test_text_is_what_can_be_written_down(value: object, text: bool, filled: boo
         assert has_utf8_form(value) is text
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "expected"),
     [
         ("0" * 64, True),
@@ -88,7 +89,7 @@ def test_what_has_no_canonical_form_is_refused(value: object) -> None:
 # --- comparing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other"),
     [
         (1, True),
@@ -126,7 +127,7 @@ def test_equal_values_are_the_same(one: Any, other: Any) -> None:
     assert differences({"x": one}, {"x": other}) == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("one", "other", "names"),
     [
         ({}, {"x": None}, ("x",)),

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.scores import Meter
+from tests.fakes.each import each
 from tests.fakes.raised import raises
 
 
@@ -183,7 +184,7 @@ IMPOSSIBLE: dict[str, list[tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("story", IMPOSSIBLE)
+@each("story", IMPOSSIBLE)
 def test_an_impossible_history_is_a_broken_invariant(story: str) -> None:
     """A fold stops at what cannot have happened, and the state stays as it was before."""
     meter = Meter(2, 10_000, max_scores=1)

@@ -32,6 +32,7 @@ from smartsearch_sidecar.run.record import (
     RetrievalRequested,
     RunClosed,
 )
+from tests.fakes.each import each
 
 AT = "2026-12-02T04:13:00.123456Z"
 PREV = "0" * 64
@@ -114,7 +115,7 @@ def _with(**changes: Any) -> bytes:
     return summed(orjson.dumps(value)[:-1])
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         _with(seq="7"),

@@ -10,6 +10,7 @@ from smartsearch_sidecar import errors
 from smartsearch_sidecar.run.record import CLASSES, Cause, record_of
 from smartsearch_sidecar.run.scores import Scores
 from smartsearch_sidecar.run.state import RunState
+from tests.fakes.each import each
 from tests.fakes.journals import Event, answered, closed, failed, latched, requested, resumed
 from tests.fakes.raised import raises
 
@@ -242,7 +243,7 @@ def test_search_over_the_quota_is_refused() -> None:
         folded(ASK, ANSWER, requested(2, "two"), max_calls=1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "number", "data"),
     [
         ("run.claimed", None, {}),
