@@ -1,4 +1,4 @@
-"""Real NATS servers on 127.0.0.1, one or three, each of which a test may kill, stop or restart.
+"""Real NATS servers on this machine, one or three, each of which a test may kill, stop or restart.
 
 ``Way`` is a stretch of network to one of them, for what happens to one node alone.
 """
@@ -46,8 +46,11 @@ def free_ports(count: int) -> list[int]:
 class NatsServer:
     """One server with JetStream on disk; it keeps its ports and files over restarts."""
 
-    def __init__(self, name: str, port: int, folder: Path, more: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, port: int, folder: Path, more: Sequence[str], host: str = "127.0.0.1"
+    ) -> None:
         self.name = name
+        self.host = host
         self.port = port
         self._folder = folder
         self._more = more
@@ -55,7 +58,7 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{self.host}:{self.port}"
 
     @property
     def log(self) -> Path:
@@ -69,7 +72,7 @@ class NatsServer:
         self._process = subprocess.Popen(
             [
                 program(),
-                *("--addr", "127.0.0.1", "--port", str(self.port), "--name", self.name),
+                *("--addr", self.host, "--port", str(self.port), "--name", self.name),
                 *("--jetstream", "--store_dir", str(self._folder / self.name)),
                 *("--log", str(self.log)),
                 *self._more,
@@ -88,7 +91,7 @@ class NatsServer:
         def listens() -> bool:
             assert self._process is None or self._process.poll() is None, said()
             try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                with socket.create_connection((self.host, self.port), timeout=1):
                     return True
             except OSError:
                 return False
@@ -119,8 +122,12 @@ class NatsServer:
 class NatsCluster:
     """One server alone, or several that replicate for each other."""
 
-    def __init__(self, folder: Path, count: int = 1, *, credentials: str = "") -> None:
-        """``credentials`` is ``user:password``, asked of every client, or empty."""
+    def __init__(
+        self, folder: Path, count: int = 1, *, credentials: str = "", host: str = "127.0.0.1"
+    ) -> None:
+        """``credentials`` is ``user:password``, asked of every client, or empty; ``host`` is the
+        address that clients reach.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._credentials = credentials
         ports = free_ports(2 * count)
@@ -138,6 +145,7 @@ class NatsCluster:
                     *(("--cluster", routes[number]) if count > 1 else ()),
                     *(("--routes", ",".join(routes)) if count > 1 else ()),
                 ),
+                host,
             )
             for number in range(count)
         ]
@@ -175,9 +183,11 @@ class NatsCluster:
 
 
 @contextmanager
-def nats_cluster(folder: Path, count: int = 1, *, credentials: str = "") -> Iterator[NatsCluster]:
+def nats_cluster(
+    folder: Path, count: int = 1, *, credentials: str = "", host: str = "127.0.0.1"
+) -> Iterator[NatsCluster]:
     """Running servers; killed at the end, frozen or not."""
-    cluster = NatsCluster(folder, count, credentials=credentials)
+    cluster = NatsCluster(folder, count, credentials=credentials, host=host)
     try:
         cluster.start()
         yield cluster

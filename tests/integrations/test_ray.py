@@ -1,16 +1,15 @@
-"""``integrations/ray_sidecars.py`` against a real Ray cluster of three nodes, and real sidecars.
+"""``integrations/ray_sidecars.py`` against a real Ray cluster of two nodes, and real sidecars.
 
 Ray lives in a process of its own, a driver that is told what to do line by line: its threads and
-warnings are not this process's, and what it prints can be searched for capabilities. The nodes
-share one loopback here, so each sidecar takes any free port; one test adds a node with a network of
-its own, where the machine allows it, and gives one port to it and to another.
+warnings are not this process's, and what it prints can be searched for capabilities. The far node
+has a network of its own, where the machine allows it, so that one port can be every node's; without
+one the nodes share a loopback. A node costs three seconds of CPU, a sidecar with its actor two: no
+more of them are started than the facts need.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import logging
 import os
 import shutil
 import signal
@@ -19,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,6 +30,7 @@ from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.retrieval.bm25.build import build
 from tests.fakes.nats_cluster import free_ports, nats_cluster
 from tests.fakes.process import ROOT, environment, toml
+from tests.fakes.ray_driver import FAR, HOME, NODES, inside
 from tests.fakes.served import (
     ENVIRONMENT,
     EXECUTE_CAPABILITY,
@@ -39,131 +40,40 @@ from tests.fakes.served import (
 from tests.fakes.until import wait_until
 
 CORPUS = ROOT / "tests" / "data" / "corpora" / "flashrag.jsonl"
-NODES = 3
 LOST_SECONDS = 40.0  # Ray tells of a lost node after some
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-# No dashboard, no autoscaler to watch nodes that come and go by hand, no second copy of the logs.
-HEAD = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
-# A cluster of seven processes, on a machine with other work to do.
+# A cluster of many processes, on a machine with other work to do.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 if sys.version_info >= (3, 14):
     pytestmark.append(pytest.mark.may_skip("there is no Ray for this Python yet"))
-
-
-# --- the driver: everything below runs in a process of its own ------------------------------------
-
-
-class Driver:
-    """A Ray driver, told by JSON lines: ``{"do": method, ...}`` to ``{"result"}`` or ``{"error"}``.
-
-    An error is the text of the exception, with its class, as a person would see it.
-    """
-
-    def __init__(self, folder: str) -> None:
-        import ray
-        from ray.cluster_utils import Cluster
-
-        self.ray = ray
-        self.cluster: Any = Cluster()
-        self.added: dict[str, Any] = {}
-        self.runs: dict[str, ray_sidecars.Sidecars] = {}
-        os.environ["RAY_TMPDIR"] = folder
-        for number in range(NODES):
-            self.add(str(number), connect=False, **({} if number else HEAD))
-        ray.init(address=self.cluster.address, logging_level=logging.WARNING)
-
-    def add(self, tag: str, *, connect: bool = True, **keys: Any) -> None:
-        self.added[tag] = self.cluster.add_node(
-            num_cpus=1,
-            resources={f"tag-{tag}": 1},
-            object_store_memory=OBJECT_STORE_BYTES,
-            wait=connect,
-            **keys,
-        )
-
-    def add_apart(self, tag: str, network: str, address: str) -> None:
-        """A node in a network namespace: what a thread starts is where the thread is."""
-        libc, new_network = ctypes.CDLL(None, use_errno=True), 0x40000000
-        with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{network}") as there:
-            try:
-                assert libc.setns(there.fileno(), new_network) == 0
-                self.add(tag, connect=False, node_ip_address=address)
-            finally:
-                assert libc.setns(home.fileno(), new_network) == 0
-        self.cluster.wait_for_nodes()
-
-    def node_id(self, tag: str) -> str:
-        return str(self.added[tag].node_id)
-
-    def remove(self, tag: str) -> None:
-        self.cluster.remove_node(self.added.pop(tag), allow_graceful=False)
-
-    def start(
-        self, *, run: str, tags: list[str] | None = None, one_port: bool = False, **keys: Any
-    ) -> list[str]:
-        chosen = [str(number) for number in range(NODES)] if tags is None else tags
-        self.runs[run] = sidecars = ray_sidecars.start(
-            run=run,
-            program=[sys.executable, "-m", "smartsearch_sidecar"],
-            where=lambda node: any(node["Resources"].get(f"tag-{tag}") for tag in chosen),
-            port=None if one_port else lambda node: 0,
-            ready_seconds=60.0,
-            **keys,
-        )
-        return [repr(sidecars), str(sidecars), *sidecars.check(settle=5).nodes]
-
-    def check(self, *, run: str) -> Any:
-        verdict = self.runs[run].check(settle=5)
-        return verdict.healthy, verdict.nodes, str(verdict)
-
-    def url(self, *, run: str) -> str:
-        return self.runs[run].sandbox_url()
-
-    def stop(self, *, run: str) -> Any:
-        return self.runs[run].stop()
-
-    def collect(self, *, run: str, into: str) -> Any:
-        return self.runs[run].collect(into)
-
-    def actors(self) -> list[dict[str, Any]]:
-        state: Any = self.ray._private.state
-        return list(state.actors().values())
-
-    def serve(self) -> None:
-        answers = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # what Ray prints is one text, in the log
-        print(json.dumps({"result": "ready"}), file=answers)
-        for line in sys.stdin:
-            words = json.loads(line)
-            try:
-                answer = {"result": getattr(self, words.pop("do"))(**words)}
-            except Exception as exc:  # noqa: BLE001 - the test is told, and judges
-                answer = {"error": f"{type(exc).__name__}: {exc}"}
-            print(json.dumps(answer, default=str), file=answers)
-        self.ray.shutdown()
-        self.cluster.shutdown()
-
-
-if __name__ == "__main__":
-    Driver(sys.argv[1]).serve()
-
-
-# --- the tests' side ------------------------------------------------------------------------------
 
 
 class Refused(Exception):
     """What the driver raised, in words."""
 
 
+class Network(NamedTuple):
+    """The far node's: a namespace's name, with addresses at home and there; empty where there is
+    none.
+    """
+
+    name: str = ""
+    home: str = "127.0.0.1"
+    far: str = ""
+
+
 class Ray:
     """The driver's process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, network: Network) -> None:
         self.folder = folder
+        self.network = network
         self.log = folder / "driver.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.integrations.test_ray", str(folder)],
+                [
+                    *(sys.executable, "-m", "tests.fakes.ray_driver"),
+                    *(str(folder), network.name, network.far),
+                ],
                 env={
                     **environment(),
                     "RAY_TMPDIR": str(folder),
@@ -192,6 +102,17 @@ class Ray:
             raise Refused(answer["error"])
         return answer["result"]
 
+    def searched(self, tag: str, url: str) -> int:
+        """Asks as a rollout on that node does; the status."""
+        with inside(self.network.name if tag == FAR else ""):
+            return Client(url).execute("Aristotle", ENVIRONMENT).status
+
+    def latch(self, tag: str, folder: Path) -> None:
+        """Fails the run of that node, as an operator does."""
+        with inside(self.network.name if tag == FAR else ""):
+            client = Client(endpoints(folder)["internal_url"])
+            assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
+
     def end(self) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -204,10 +125,42 @@ class Ray:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Ray]:
+def network() -> Iterator[Network]:
+    """A network namespace with a cable to this one, where the machine allows it."""
+    number = os.getpid()
+    name = f"ray{number % 100_000}"
+    near, far = f"{name}n", f"{name}f"
+    at = Network(name, f"10.231.{number % 256}.1", f"10.231.{number % 256}.2")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def let_go() -> None:
+        with suppress(OSError):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            # A namespace goes with the last process in it; its cable need not wait for that.
+            subprocess.run(["ip", "link", "delete", near], check=False, capture_output=True)
+
+    try:
+        ip("netns", "add", name)
+        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        ip("address", "add", f"{at.home}/24", "dev", near)
+        ip("link", "set", near, "up")
+        ip("-n", name, "address", "add", f"{at.far}/24", "dev", far)
+        ip("-n", name, "link", "set", far, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "route", "add", "default", "via", at.home)
+    except (OSError, subprocess.CalledProcessError):
+        at = Network()
+    yield at
+    let_go()
+
+
+@pytest.fixture(scope="module")
+def ray(network: Network) -> Iterator[Ray]:
     pytest.importorskip("ray", reason="ray is missing: run `make setup`")
     folder = Path(tempfile.mkdtemp(prefix="ray"))  # a short path: it holds sockets
-    driver = Ray(folder)
+    driver = Ray(folder, network)
     try:
         assert driver.answer() == "ready"
         yield driver
@@ -230,7 +183,7 @@ def config(tmp_path: Path, index: Path) -> Path:
         (tmp_path / f"{name}.capability").write_text(capability)
     path = tmp_path / "sidecar.toml"
     values = {
-        "run.nodes": NODES,
+        "run.nodes": len(NODES),
         "server.port": 0,
         "server.execute_capability_file": "execute.capability",
         "server.internal_capability_file": "internal.capability",
@@ -243,11 +196,6 @@ def config(tmp_path: Path, index: Path) -> Path:
 def endpoints(folder: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((folder / "endpoints.json").read_bytes())
     return value
-
-
-def searched(folder: Path) -> int:
-    """Asks as a rollout does, by the address of one node's own run directory; the status."""
-    return Client(endpoints(folder)["sandbox_url"]).execute("Aristotle", ENVIRONMENT).status
 
 
 def kinds(folder: Path) -> list[str]:
@@ -313,35 +261,28 @@ def test_a_keeper_tells_a_failure_in_words(tmp_path: Path) -> None:
 def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
     """Each node has its own sidecar, one call tells of all, and one failure fails the whole. Ray
     restarts nothing that was killed. Every ledger is brought home as it is; resumed by hand, the
-    run has what was killed in its latch.
+    run has what was killed in its latch, and what was stopped goes on until one ends it.
     """
     words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "all"}
     shown = ray("start", **words)
     names = shown[2:]
-    assert len(names) == NODES
+    assert len(names) == len(NODES)
     assert shown[0] == f"<sidecars on {', '.join(names)}>"
     alive = [actor for actor in ray("actors") if actor["State"] == "ALIVE"]
-    assert len({actor["Address"]["NodeID"] for actor in alive}) == NODES
+    assert len({actor["Address"]["NodeID"] for actor in alive}) == len(NODES)
     assert all(actor["Name"] == "" and int(actor["NumRestarts"]) == 0 for actor in alive)
 
+    good, killed = (named(ray, names, tag) for tag in (FAR, HOME))
     folders = {name: tmp_path / name / "all" for name in names}
-    for number, folder in enumerate(folders.values(), 1):
-        assert [searched(folder) for _ in range(number)] == [200] * number
+    for tag, name, number in ((FAR, good, 1), (HOME, killed, 2)):
+        url = endpoints(folders[name])["sandbox_url"]
+        assert [ray.searched(tag, url) for _ in range(number)] == [200] * number
     healthy, rows, _ = ray("check", run="all")
     assert healthy
-    assert [rows[name]["responses"] for name in names] == [1, 2, 3]
+    assert {name: row["responses"] for name, row in rows.items()} == {good: 1, killed: 2}
 
     with pytest.raises(Refused, match="one sandbox_url serves every node, but theirs differ"):
         ray("url", run="all")
-
-    good, latched, killed = (named(ray, names, tag) for tag in ("0", "1", "2"))
-    client = Client(endpoints(folders[latched])["internal_url"])
-    assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
-    healthy, rows, said = ray("check", run="all")
-    assert not healthy
-    states = {name: row["state"] for name, row in rows.items()}
-    assert states == {good: "healthy", latched: "failed", killed: "healthy"}
-    assert f"{latched}: failed: operator: a test" in said
 
     os.kill(endpoints(folders[killed])["pid"], signal.SIGKILL)
     healthy, rows, _ = ray("check", run="all")
@@ -351,25 +292,36 @@ def test_a_run_over_every_node(ray: Ray, config: Path, tmp_path: Path) -> None:
 
     with pytest.raises(Refused, match="stop them first"):
         ray("collect", run="all", into=str(tmp_path / "home"))
-    assert ray("stop", run="all") == {good: 0, latched: 4, killed: 137}
+    assert ray("stop", run="all") == {good: 0, killed: 137}
     assert (folders[killed] / "endpoints.json").exists()
-    home = ray("collect", run="all", into=str(tmp_path / "home"))
-    assert home == {name: str(tmp_path / "home" / name) for name in names}
-    for name, folder in folders.items():
-        assert kinds(tmp_path / "home" / name) == kinds(folder)
-        assert verify(tmp_path / "home" / name).ok
-        assert (kinds(folder)[-1] == "run.closed") == (name != killed)
+    brought(ray, folders, tmp_path / "home", unended=killed)
     files = [path for path in (tmp_path / "home" / killed).rglob("*") if path.is_file()]
     assert sorted(path.name for path in files) == ["000001.jsonl", "claim.json", "latch.room"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     with pytest.raises(Refused, match="File exists"):
         ray("collect", run="all", into=str(tmp_path / "home"))
 
-    ray("start", **words, tags=["0", "2"], resume=True, trainer_stopped=True)
-    _, rows, _ = ray("check", run="all")
+    ray("start", **words, resume=True, trainer_stopped=True)
+    healthy, rows, said = ray("check", run="all")
+    assert not healthy
     assert (rows[killed]["state"], rows[killed]["cause"]) == ("failed", "unclean_restart")
+    assert f"{killed}: failed: unclean_restart: " in said
     assert rows[good]["state"] == "healthy"
-    assert ray("stop", run="all") == {good: 0, killed: 4}
+    ray.latch(FAR, folders[good])
+    healthy, rows, said = ray("check", run="all")
+    assert [row["state"] for row in rows.values()] == ["failed", "failed"]
+    assert f"{good}: failed: operator: a test" in said
+    assert ray("stop", run="all") == {good: 4, killed: 4}
+    brought(ray, folders, tmp_path / "again")
+
+
+def brought(ray: Ray, folders: dict[str, Path], home: Path, unended: str = "") -> None:
+    """Collects the stopped run: every copy is a whole ledger, and has its end but for one."""
+    assert ray("collect", run="all", into=str(home)) == {name: str(home / name) for name in folders}
+    for name, folder in folders.items():
+        assert kinds(home / name) == kinds(folder)
+        assert verify(home / name).ok
+        assert (kinds(folder)[-1] == "run.closed") == (name != unended)
 
 
 def named(ray: Ray, names: Sequence[str], tag: str) -> str:
@@ -379,126 +331,73 @@ def named(ray: Ray, names: Sequence[str], tag: str) -> str:
     return name
 
 
-def test_a_node_that_is_lost(ray: Ray, config: Path, tmp_path: Path) -> None:
-    """One node's address is the run's; a node that is lost takes its sidecar with it in order, and
-    is not healthy.
-    """
-    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "few"}
-    (name,) = ray("start", **words, tags=["2"], one_port=True)[2:]
-    folder = tmp_path / name / "few"
-    assert ray("url", run="few") == endpoints(folder)["sandbox_url"]
-    ray("remove", tag="2")
-    wait_until(lambda: not (folder / "endpoints.json").exists(), seconds=LOST_SECONDS)
-    assert kinds(folder)[-1] == "run.closed"
-    wait_until(
-        lambda: ray("check", run="few")[1][name]["state"] == "unreachable", seconds=LOST_SECONDS
-    )
-    assert not ray("check", run="few")[0]
-
-
-# --- on the two nodes that are left ---------------------------------------------------------------
-
-
 def test_one_that_cannot_begin_ends_all(ray: Ray, config: Path, tmp_path: Path) -> None:
     """Two nodes that share a folder cannot share a run: its last line is told, none stays up."""
     words = {
         "config": str(config),
         "runs": str(tmp_path / "runs"),
         "run": "both",
-        "tags": ["0", "1"],
     }
     with pytest.raises(Refused, match=r"RuntimeError: a sidecar could not begin: .*runs/both"):
         ray("start", **words)
     assert not (tmp_path / "runs" / "both" / "endpoints.json").exists()
 
 
+@pytest.mark.may_skip("network namespaces need root and iproute2")
 def test_nodes_of_one_run(ray: Ray, config: Path, tmp_path: Path) -> None:
     """With NATS each is told its name and the run's, each speaks for all, and one failure is every
-    node's; what the servers are asked with is in nothing that Ray keeps.
+    node's; what the servers are asked with is in nothing that Ray keeps. Where each node has a
+    loopback of its own, one port and one address are every node's: a rollout that is given it
+    reaches the sidecar beside it.
     """
-    with nats_cluster(tmp_path / "nats", credentials="sidecar:pass-word-of-nats") as servers:
-        text = config.read_text().replace(f"run.nodes = {NODES}", "run.nodes = 2")
+    apart = bool(ray.network.name)
+    (port,) = free_ports(1) if apart else (0,)
+    with nats_cluster(
+        tmp_path / "nats", credentials="sidecar:pass-word-of-nats", host=ray.network.home
+    ) as servers:
+        text = config.read_text().replace("server.port = 0", f"server.port = {port}")
         config.write_text(text + toml({"cluster.nats_url": servers.url}))
         words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "run-7"}
-        names = ray("start", **words, tags=["0", "1"], coordinated=True)[2:]
+        names = ray("start", **words, one_port=apart, coordinated=True)[2:]
         healthy, rows, said = ray("check", run="run-7")
         assert healthy, said
         folders = [tmp_path / name / "run-7" for name in names]
         for name, folder in zip(names, folders, strict=True):
             cluster = json.loads((folder / "claim.json").read_bytes())["config"]["cluster"]
             assert (cluster["node"], cluster["run_id"]) == (name, "run-7")
-        client = Client(endpoints(folders[0])["internal_url"])
-        assert client.call("POST", "/latch", {"reason": "a test"}).status == 200
+        if apart:
+            url = ray("url", run="run-7")
+            assert url == f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}"
+            assert [ray.searched(tag, url) for tag in NODES] == [200, 200]
+            healthy, rows, said = ray("check", run="run-7")
+            assert healthy, said
+            assert [row["responses"] for row in rows.values()] == [1, 1]
+        ray.latch(HOME, tmp_path / named(ray, names, HOME) / "run-7")
         healthy, rows, _ = ray("check", run="run-7")
         assert [(row["state"], row["cause"]) for row in rows.values()] == [
             ("failed", "operator")
         ] * 2
         assert ray("stop", run="run-7") == dict.fromkeys(names, 4)
     assert b"pass-word-of-nats" not in b"".join(kept(ray).values())
+    if not apart:
+        pytest.skip("all but the one address: this machine does not allow network namespaces")
 
 
-@pytest.fixture
-def network(ray: Ray) -> Iterator[tuple[str, str]]:
-    """A network namespace with a cable to this one: its name, and its address there."""
-    name = f"ray{os.getpid() % 100_000}"
-    near, far = f"{name}n", f"{name}f"
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    def let_go() -> None:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        # A namespace goes with the last process in it; its cable need not wait for that.
-        subprocess.run(["ip", "link", "delete", near], check=False, capture_output=True)
-
-    try:
-        ip("netns", "add", name)
-        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        ip("address", "add", "10.231.77.1/24", "dev", near)
-        ip("link", "set", near, "up")
-        ip("-n", name, "address", "add", "10.231.77.2/24", "dev", far)
-        ip("-n", name, "link", "set", far, "up")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "route", "add", "default", "via", "10.231.77.1")
-    except (OSError, subprocess.CalledProcessError):
-        let_go()
-        pytest.skip("this machine does not allow network namespaces")
-    yield name, "10.231.77.2"
-    let_go()
-
-
-@pytest.mark.may_skip("network namespaces need root and iproute2")
-def test_one_address_serves_every_node(
-    ray: Ray, config: Path, tmp_path: Path, network: tuple[str, str]
-) -> None:
-    """Where each node has a loopback of its own, one port and one address are every node's: a
-    rollout that is given it reaches the sidecar beside it.
+def test_a_node_that_is_lost(ray: Ray, config: Path, tmp_path: Path) -> None:
+    """One node's address is the run's; a node that is lost takes its sidecar with it in order, and
+    is not healthy.
     """
-    name, address = network
-    ray("add_apart", tag=name, network=name, address=address)
-    (port,) = free_ports(1)
-    config.write_text(config.read_text().replace("server.port = 0", f"server.port = {port}"))
-    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "apart"}
-    try:
-        names = ray("start", **words, tags=["0", name], one_port=True)[2:]
-        url = ray("url", run="apart")
-        assert url == f"http://127.0.0.1:{port}/{EXECUTE_CAPABILITY}"
-        ask = (
-            "import sys; from smartsearch_sidecar.client import Client\n"
-            "print(Client(sys.argv[1]).execute('Aristotle', sys.argv[2]).status)"
-        )
-        rollout = [sys.executable, "-c", ask, url, ENVIRONMENT]
-        for there in ([], ["ip", "netns", "exec", name]):
-            ended = subprocess.run(
-                [*there, *rollout], env=environment(), capture_output=True, text=True, check=True
-            )
-            assert ended.stdout == "200\n"
-        healthy, rows, _ = ray("check", run="apart")
-        assert healthy
-        assert [row["responses"] for row in rows.values()] == [1, 1]
-        assert ray("stop", run="apart") == dict.fromkeys(names, 0)
-    finally:
-        ray("remove", tag=name)
+    words = {"config": str(config), "runs": str(tmp_path / "{node}"), "run": "few"}
+    (name,) = ray("start", **words, tags=[FAR], one_port=True)[2:]
+    folder = tmp_path / name / "few"
+    assert ray("url", run="few") == endpoints(folder)["sandbox_url"]
+    ray("remove", tag=FAR)
+    wait_until(lambda: not (folder / "endpoints.json").exists(), seconds=LOST_SECONDS)
+    assert kinds(folder)[-1] == "run.closed"
+    wait_until(
+        lambda: ray("check", run="few")[1][name]["state"] == "unreachable", seconds=LOST_SECONDS
+    )
+    assert not ray("check", run="few")[0]
 
 
 def kept(ray: Ray) -> dict[str, bytes]:
