@@ -28,7 +28,7 @@ PYTEST ?=
 # stays with one worker, which keeps what its tests share, and long files come first, as
 # tests/conftest.py sorts them. `make test WORKERS=` runs them in order.
 SPREAD := --dist loadfile --no-loadscope-reorder
-WORKERS ?= -n 4 $(SPREAD)
+WORKERS ?= -n 5 $(SPREAD)
 # Tests start this package a few hundred times: without bytecode on disk that doubles their time.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -93,6 +93,8 @@ def _build(corpus: Path, out: Path, form: Format | None) -> Manifest:
         with _progress() as progress:
             return build_index(corpus, out, form=form, progress=progress)
     except KeyboardInterrupt:
+        # The process ends now, whatever comes behind the first signal, and however late.
+        before = dict.fromkeys(before, signal.SIG_IGN)
         left = "is complete" if out.exists() else "was not made, and nothing was left behind"
         print(f"stopped: {out} {left}", file=sys.stderr)
         raise typer.Exit(128 + (received[0] if received else signal.SIGINT)) from None
