@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Final
 
@@ -152,30 +152,27 @@ class OutboundHttp:
         """
         session = self.pool()
         reached = _Reached()
+        request = partial(
+            session.request,
+            method,
+            url,
+            data=body,
+            headers=None if body is None else {"Content-Type": _JSON},
+            allow_redirects=False,
+            trace_request_ctx=reached,
+        )
         try:
             async with asyncio.timeout_at(until):
-                for attempt in itertools.count(1):
+                for attempt in range(1, self.connect_tries):
                     try:
-                        return await _once(
-                            session.request(
-                                method,
-                                url,
-                                data=body,
-                                headers=None if body is None else {"Content-Type": _JSON},
-                                allow_redirects=False,
-                                trace_request_ctx=reached,
-                            ),
-                            reached,
-                            bytes_max,
-                            json_only=json_only,
-                        )
+                        return await _once(request(), reached, bytes_max, json_only=json_only)
                     except ExchangeFailed:
-                        if reached.sent or attempt >= self.connect_tries:
+                        if reached.sent:
                             raise
                     await self.pause(CONNECT_PAUSE_SECONDS * attempt)
+                return await _once(request(), reached, bytes_max, json_only=json_only)
         except TimeoutError as error:
             raise _failed(ExchangeFault.LATE, reached, error) from error
-        raise errors.INTERNAL_ERROR("an exchange ended without an answer or an error")
 
 
 async def _connected(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:

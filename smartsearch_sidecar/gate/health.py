@@ -153,7 +153,7 @@ def waiting_for(service: Service) -> list[dict[str, Any]]:
     run = service.run
     now = asyncio.get_running_loop().time()
     rows: dict[str, dict[str, Any]] = {}
-    for wait in run.stalls.waits():
+    for wait in sorted(run.stalls.waits(), key=lambda wait: wait.began):
         rows.setdefault(wait.on, _waits(wait.on, wait.call, now - wait.began, wait.bound))
     if (since := run.writer.busy_since) is not None:
         rows["disk"] = _waits("disk", "batch", now - since, run.writer.stall_seconds)

@@ -27,8 +27,11 @@ from smartsearch_sidecar.run.scores import Meter, Scores, settle
 
 _WHILE_OPEN = frozenset(
     {
-        *(kinds.RetrievalRequested, kinds.RetrievalDeclined, kinds.RewardRequested),
-        *(kinds.HelperRequested, kinds.CheckpointAccepted),
+        kinds.RetrievalRequested,
+        kinds.RetrievalDeclined,
+        kinds.RewardRequested,
+        kinds.HelperRequested,
+        kinds.CheckpointAccepted,
     }
 )
 """What a run that has failed admits no more."""

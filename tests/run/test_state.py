@@ -237,6 +237,43 @@ def test_impossible_sequence_is_refused(events: list[Event]) -> None:
         folded(*events)
 
 
+REWARDS: Event = (
+    "run.claimed",
+    None,
+    {
+        "max_calls": 1,
+        "claim_sha256": "c" * 64,
+        "reward": {
+            "train": {"max_scores": 9, "max_helper_calls": 9, "max_output_tokens": 100_000},
+        },
+    },
+)
+SCORE: Event = ("reward.requested", 1, {"split": "train", "key": "k", "solution_str": "s"})
+CALL: Event = (
+    "helper.requested",
+    1,
+    {"split": "train", "score": 1, "prompt_sha256": "d" * 64, "prompt_bytes": 1, "seed": 0},
+)
+
+
+@each(
+    "events",
+    [[LATCH, SCORE], [SCORE, LATCH, CALL]],
+    ids=["a score after the latch", "a helper call after the latch"],
+)
+def test_no_reward_is_begun_after_the_latch(events: list[Event]) -> None:
+    """Each is taken before the latch closes, and refused after it."""
+    state = RunState()
+    *before, last = events
+    for kind, number, data in (REWARDS, *(event for event in before if event is not LATCH), last):
+        state.fold(record_of(kind, number, data))
+    state = RunState()
+    for kind, number, data in (REWARDS, *before):
+        state.fold(record_of(kind, number, data))
+    with pytest.raises(errors.LedgerCorrupt, match="comes after the latch"):
+        state.fold(record_of(*last))
+
+
 def test_search_over_the_quota_is_refused() -> None:
     """The quota binds the history, not only the process."""
     with pytest.raises(errors.LedgerCorrupt, match="quota of 1"):

@@ -247,11 +247,10 @@ def _apart(call: Callable[[], object], waiting: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run, name="tantivy", daemon=True)
     thread.start()
-    while True:
-        waiting()  # once at least: a stage that ends at once is told all the same
-        if not thread.is_alive():
-            break
+    waiting()  # a stage that ends at once is told all the same
+    while thread.is_alive():
         thread.join(_WAIT_SECONDS)
+        waiting()
     if failures:
         raise failures[0]
 
