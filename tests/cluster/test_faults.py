@@ -24,10 +24,10 @@ from smartsearch_sidecar.ledger.receipt import CheckpointReceipt
 from smartsearch_sidecar.ledger.verify import Verification, verify
 from tests.fakes import native_client, native_ranks, rollouts
 from tests.fakes.forked import Forked
-from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.helper import FakeHelper
 from tests.fakes.nats_cluster import NatsCluster, Way, nats_cluster
 from tests.fakes.process import DaemonProcess, start, wait_ready
-from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, item, write_files
+from tests.fakes.rewarded import QUESTION, item, reward_keys
 from tests.fakes.served import EXECUTE_CAPABILITY, read_records
 from tests.fakes.until import until
 from tests.test_native_rollout import expected_text
@@ -193,18 +193,7 @@ async def whole(daemon: DaemonProcess, receipt: CheckpointReceipt | None = None)
 
 
 def scoring(tmp_path: Path, helper: FakeHelper) -> dict[str, Any]:
-    source, train, validation = write_files(tmp_path)
-    return {
-        "reward__enabled": True,
-        "reward__provenance": "enforce",
-        "reward__source": str(source),
-        "reward__source_sha256": SOURCE_SHA256,
-        "reward__references__train": str(train),
-        "reward__references__validation": str(validation),
-        "reward__helper__url": helper.url,
-        "reward__helper__model": MODEL,
-        "reward__helper__model_sha256": "a" * 64,
-    }
+    return reward_keys(tmp_path, helper.url, reward__provenance="enforce")
 
 
 def reward(scorer: DaemonProcess, searched: Sequence[tuple[str, str]]) -> int:

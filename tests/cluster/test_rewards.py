@@ -15,8 +15,8 @@ from smartsearch_sidecar.gate.cluster import ClusterRun
 from tests.fakes import rollouts
 from tests.fakes.bus import Ground, MemoryBus
 from tests.fakes.cluster_run import bus_of, joined, leases
-from tests.fakes.helper import MODEL, FakeHelper
-from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, item, write_files
+from tests.fakes.helper import FakeHelper
+from tests.fakes.rewarded import QUESTION, item, reward_keys
 from tests.fakes.served import Served
 from tests.fakes.until import until
 
@@ -28,19 +28,7 @@ async def scoring(
     """A node of two that scores; each has its own copy of source and references."""
     folder = tmp_path / f"files-{name}"
     folder.mkdir(exist_ok=True)
-    source, train, validation = write_files(folder)
-    settings: dict[str, Any] = {
-        "reward__enabled": True,
-        "reward__provenance": "enforce",
-        "reward__source": str(source),
-        "reward__source_sha256": SOURCE_SHA256,
-        "reward__references__train": str(train),
-        "reward__references__validation": str(validation),
-        "reward__helper__url": helper.url,
-        "reward__helper__model": MODEL,
-        "reward__helper__model_sha256": "a" * 64,
-        **keys,
-    }
+    settings = reward_keys(folder, helper.url, reward__provenance="enforce", **keys)
     async with joined(tmp_path, ground, name, 2, **settings) as run:
         yield run
 

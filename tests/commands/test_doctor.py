@@ -25,10 +25,10 @@ from smartsearch_sidecar.process.sockets import OTHER_DESCRIPTORS
 from smartsearch_sidecar.retrieval.bm25.build import build
 from smartsearch_sidecar.retrieval.bm25.provider import verify_and_open
 from tests.fakes.each import each
-from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.helper import FakeHelper
 from tests.fakes.process import toml
 from tests.fakes.retriever import FakeRetriever
-from tests.fakes.rewarded import SOURCE_SHA256, write_files
+from tests.fakes.rewarded import reward_keys
 from tests.fakes.served import configured
 
 CORPUS = Path(__file__).parents[1] / "data" / "corpora" / "flashrag.jsonl"
@@ -307,18 +307,7 @@ def helper_beside() -> Iterator[FakeHelper]:
 
 
 def rewards(tmp_path: Path, url: str, **keys: Any) -> dict[str, Any]:
-    source, train, validation = write_files(tmp_path)
-    return {
-        "reward__enabled": True,
-        "reward__source": str(source),
-        "reward__source_sha256": SOURCE_SHA256,
-        "reward__references__train": str(train),
-        "reward__references__validation": str(validation),
-        "reward__helper__url": url,
-        "reward__helper__model": MODEL,
-        "reward__helper__model_sha256": "a" * 64,
-        **keys,
-    }
+    return reward_keys(tmp_path, url, **keys)
 
 
 def test_the_helper_is_called_only_when_asked(tmp_path: Path, index: Path) -> None:

@@ -9,13 +9,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.helper import FakeHelper
 from tests.fakes.process import ROOT, environment, start, wait_ready
-from tests.fakes.rewarded import SOURCE_SHA256, write_files
+from tests.fakes.rewarded import reward_keys
 
 pytestmark = pytest.mark.process
 
@@ -85,18 +84,7 @@ def loaded(commands: Sequence[Sequence[str]]) -> list[set[str]]:
 
 def lived(tmp_path: Path, helper: str) -> set[str]:
     """What ``serve`` imports, with rewards; meanwhile every word to it is said."""
-    source, train, validation = write_files(tmp_path)
-    rewards: dict[str, Any] = {
-        "reward__enabled": True,
-        "reward__provenance": "enforce",
-        "reward__source": str(source),
-        "reward__source_sha256": SOURCE_SHA256,
-        "reward__references__train": str(train),
-        "reward__references__validation": str(validation),
-        "reward__helper__url": helper,
-        "reward__helper__model": MODEL,
-        "reward__helper__model_sha256": "a" * 64,
-    }
+    rewards = reward_keys(tmp_path, helper, reward__provenance="enforce")
     daemon = start(tmp_path, fresh=True, **rewards)
     try:
         wait_ready(daemon)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from tests.crash.dying import padded
 from tests.crash.harness import Told, check_history, expected_cause
 from tests.fakes.disk import ForgetfulDisk
 from tests.fakes.provider import FakeProvider
 from tests.fakes.served import Served, served
+from tests.fakes.soaked import soaked
 
 KEYS: dict[str, Any] = {"retrieval__bm25__index": "never-opened", "ledger__segment_mib": 1}
 
@@ -120,11 +120,6 @@ def distinct(images: list[Image]) -> list[Image]:
 def seeded(seed: int) -> random.Random | None:
     """No survivor among the unsynced bytes for an even seed, chance for an odd one."""
     return random.Random(seed) if seed % 2 else None
-
-
-def soaked(seeds: Iterable[int]) -> list[ParameterSet]:
-    """Seeds that only ``make soak`` tries: others of the same two kinds."""
-    return [pytest.param(seed, marks=pytest.mark.soak) for seed in seeds]
 
 
 @pytest.mark.parametrize("seed", [0, 3, *soaked([1, 2, *range(4, 20)])])

@@ -66,29 +66,34 @@ def write_files(folder: Path) -> tuple[Path, Path, Path]:
     return source, train, validation
 
 
-@asynccontextmanager
-async def rewarded(
-    tmp_path: Path, *, name: str = "run", helper: FakeHelper | None = None, **keys: Any
-) -> AsyncIterator[Rewarded]:
-    """Serves a run with rewards under ``tmp_path``."""
-    source, train, validation = write_files(tmp_path)
-    chosen = helper or FakeHelper()
-    if helper is None:
-        await chosen.start()
-    settings: dict[str, Any] = {
+def reward_keys(folder: Path, helper_url: str, **keys: Any) -> dict[str, Any]:
+    """The keys of a run that scores, with files of its own in the folder; ``keys`` over them."""
+    source, train, validation = write_files(folder)
+    return {
         "reward__enabled": True,
         "reward__source": str(source),
         "reward__source_sha256": SOURCE_SHA256,
         "reward__references__train": str(train),
         "reward__references__validation": str(validation),
-        "reward__helper__url": chosen.url,
+        "reward__helper__url": helper_url,
         "reward__helper__model": MODEL,
         "reward__helper__model_sha256": "a" * 64,
         **keys,
     }
+
+
+@asynccontextmanager
+async def rewarded(
+    tmp_path: Path, *, name: str = "run", helper: FakeHelper | None = None, **keys: Any
+) -> AsyncIterator[Rewarded]:
+    """Serves a run with rewards under ``tmp_path``."""
+    chosen = helper or FakeHelper()
+    if helper is None:
+        await chosen.start()
+    settings = reward_keys(tmp_path, chosen.url, **keys)
     try:
         async with served(tmp_path / name, **settings) as run:
-            yield Rewarded(run, chosen, source)
+            yield Rewarded(run, chosen, Path(settings["reward__source"]))
     finally:
         if helper is None:
             await chosen.stop()

@@ -20,6 +20,7 @@ from tests.fakes import rollouts
 from tests.fakes.helper import FakeHelper
 from tests.fakes.rewarded import SOURCE, SOURCE_SHA256, rewarded
 from tests.fakes.served import read_records
+from tests.fakes.soaked import soaked
 from tests.parity.sides import needs_reference
 
 pytestmark = needs_reference
@@ -129,9 +130,7 @@ def theirs(
 
 
 # The six hold every kind of rollout and of helper text that the generator knows.
-@pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 20))]
-)
+@pytest.mark.parametrize("seed", [*range(6), *soaked(range(6, 20))])
 async def test_rewards_and_usage_equal_the_references(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

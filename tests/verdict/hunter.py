@@ -36,9 +36,9 @@ from smartsearch_sidecar.ledger.recovery import Ending
 from smartsearch_sidecar.ledger.verify import verify
 from tests.fakes import rollouts
 from tests.fakes.forked import Forked
-from tests.fakes.helper import MODEL, FakeHelper
+from tests.fakes.helper import FakeHelper
 from tests.fakes.process import command
-from tests.fakes.rewarded import QUESTION, SOURCE_SHA256, TRUTH, write_files
+from tests.fakes.rewarded import QUESTION, TRUTH, reward_keys
 from tests.fakes.until import until
 from tests.verdict import files
 from tests.verdict.hunted import passages
@@ -190,17 +190,7 @@ class Hunt:
             "retrieval__bm25__index": "never-opened",
         }
         if self.trainer.judged:
-            source, train, validation = write_files(self._folder)
-            keys |= {
-                "reward__enabled": True,
-                "reward__source": str(source),
-                "reward__source_sha256": SOURCE_SHA256,
-                "reward__references__train": str(train),
-                "reward__references__validation": str(validation),
-                "reward__helper__url": self._helper_url,
-                "reward__helper__model": MODEL,
-                "reward__helper__model_sha256": "a" * 64,
-            }
+            keys |= reward_keys(self._folder, self._helper_url)
         return keys
 
     async def _begin(self) -> None:

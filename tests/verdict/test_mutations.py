@@ -13,13 +13,12 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from smartsearch_sidecar import errors
 from smartsearch_sidecar.ledger.file import CLAIM, JOURNAL, LATCH, RunFiles
@@ -29,16 +28,12 @@ from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.run.record import record_of
 from smartsearch_sidecar.run.state import RunState
 from tests.fakes.journals import closed, resumed, searches, write_run
+from tests.fakes.soaked import soaked
 
 JOURNALS = Path(__file__).parent.parent / "data" / "journals"
 EACH = 100  # changes a seed
 SUM = b',"sum":"'
 KEYS = ("seq", "at", "prev", "kind", "number", "data", "sum")
-
-
-def soaked(seeds: Iterable[int]) -> list[ParameterSet]:
-    """Seeds that only ``make soak`` tries."""
-    return [pytest.param(seed, marks=pytest.mark.soak) for seed in seeds]
 
 
 # --- what is changed ------------------------------------------------------------------------------

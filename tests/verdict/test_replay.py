@@ -11,14 +11,13 @@ import json
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from _pytest.mark import ParameterSet
 
 from smartsearch_sidecar.ledger.verify import verify
 from smartsearch_sidecar.search.repeats import Repeats
@@ -26,6 +25,7 @@ from tests.fakes.helper import FakeHelper
 from tests.fakes.provider import FakeProvider
 from tests.fakes.rewarded import rewarded
 from tests.fakes.served import EXECUTE_CAPABILITY, Served, native_body, read_records, served
+from tests.fakes.soaked import soaked
 from tests.fakes.until import until
 from tests.web.rawclient import RawClient
 
@@ -462,11 +462,6 @@ async def test_the_other_two_are_as_they_were(tmp_path: Path, on_undelivered: st
 
 
 # --- by chance ------------------------------------------------------------------------------------
-
-
-def soaked(seeds: Iterable[int]) -> list[ParameterSet]:
-    """Seeds that only ``make soak`` tries."""
-    return [pytest.param(seed, marks=pytest.mark.soak) for seed in seeds]
 
 
 async def rollout(run: Served, chance: random.Random, query: str, key: str, tries: int) -> None:
