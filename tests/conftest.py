@@ -31,10 +31,9 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 ROOT = Path(__file__).resolve().parent.parent
 
 # Workers take whole files in this order: one that begins late and lasts long is waited for at the
-# end. Longest first, those that mostly wait beside those that compute; then everything else as it
-# is collected.
+# end. Longest first, those that mostly wait and those that compute in turn, so that at no time all
+# workers wait; then everything else as it is collected.
 LONG_FIRST = (
-    # Some wait and some compute: one of each kind in turn, so that at no time all workers wait.
     "tests/integrations/test_ray.py",
     "tests/cluster/test_nats.py",
     "tests/web/test_page.py",
